@@ -312,7 +312,7 @@ def print_dry_run(plan: RunPlan) -> int:
             if trial.workload.script is None:
                 command = launch_command(trial.placement, Path("TRIAL_FOLDER"))
                 heading, program = (
-                    "# to start the same ranks without the preloaded process:",
+                    "# how --launcher deepspeed starts the ranks, once the run has made TRIAL_FOLDER:",
                     invocation.python(with_package=True),
                 )
             else:

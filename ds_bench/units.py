@@ -129,8 +129,9 @@ def format_millions(count: float | None) -> str:
     """A count with a suffix: ``124 M``, ``6.74 B``, ``950 K``."""
     if count is None:
         return MISSING
+    rounded = float(f"{count:.3g}")  # as format_significant: 999,885,952 is 1.00 B, not 1,000 M
     for size, name in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
-        if abs(count) >= size:
+        if abs(rounded) >= size:
             return f"{format_significant(count / size)} {name}"
     return f"{count:.0f}"
 

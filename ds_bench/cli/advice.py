@@ -81,7 +81,7 @@ def _model_facts(model: str) -> ModelFacts:
     """
     offline = {"HF_HUB_OFFLINE": "1"}
     try:
-        facts = lookup.resolve_model(model, factory=False, trust_remote_code=False, environment=offline).facts
+        facts = lookup.resolve_model(model, factory=None, trust_remote_code=False, environment=offline).facts
     except UsageError as error:
         # An existing folder was read, so the error is about its content.
         if Path(model).is_dir():

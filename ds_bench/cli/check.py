@@ -210,15 +210,19 @@ PositionOf = Callable[[str], tuple[int, int] | None]
 def check_files(paths: Sequence[Path], check: Check) -> list[FileReport]:
     """Check files, the configurations directly inside folders, and standard input for ``-``. Raises UsageError.
 
-    Other files in a folder are left out; a line on standard error names those that could not be read.
+    Other files in a folder are left out; a line on standard error names those that could not be read. A file that
+    another one names as well has one report, under the path that was given.
     """
     reports: list[FileReport] = []
+    given: dict[Path, Path] = {}
     for path in paths:
         if not path.is_dir():
+            given.setdefault(path.resolve(), path)
             reports += _check_file(path, check)
             continue
         checked = []
         for file in configuration_files.files_in(path):
+            given.setdefault(file.resolve(), file)
             read = _check_file(file, check)
             # Nobody expects LICENSE or Makefile to be read.
             syntax_errors = [found for report in read for found in report.findings if found.rule == "syntax"]
@@ -231,7 +235,11 @@ def check_files(paths: Sequence[Path], check: Check) -> list[FileReport]:
         if not checked:
             raise UsageError(f"{path} has no DeepSpeed configuration", remedy="give a file, or a folder that has one")
         reports += checked
-    return reports
+    once: dict[Path, FileReport] = {}
+    for report in reports:
+        place = report.path.resolve()
+        once.setdefault(place, replace(report, path=given.get(place, report.path)))
+    return [*once.values()]
 
 
 def _check_file(path: Path, check: Check) -> list[FileReport]:

@@ -228,7 +228,9 @@ COMMANDS: Mapping[str, Command] = {
                          "help": "what to print: the table, or one row per trial with every column (default: table)"},
             "--output": {**_FILE, "help": "write the rows of --format json, csv or parquet to this file"},
             "--plots": {**_FOLDER, "help": "write the charts as PNG and SVG"},
-            "--relative-to": {"metavar": "STRATEGY", "help": "row that ratios refer to (default: the run's own)"},
+            "--relative-to": {"metavar": "STRATEGY",
+                              "help": "row that the Relative column of --verbose, --markdown and --html refers to "
+                                      "(default: the run's own)"},
             "--goal": {"choices": GOALS, "help": "goal of the recommendation (default: the run's own)"},
             "--export": {"metavar": "STRATEGY", "help": "write that row's configuration to ds_config_STRATEGY/"},
             "--verbose": {**_ON, "help": "print every column, all notes and all next steps"},
@@ -283,7 +285,7 @@ COMMANDS: Mapping[str, Command] = {
         examples=("--model meta-llama/Llama-2-7b-hf --num-gpus 8",),
         function="advice:show_advice",
         flags={
-            "--model": flag_of("model", help="built-in model or local folder (default: gpt2)"),
+            "--model": flag_of("model", help="built-in model, local folder or downloaded model (default: gpt2)"),
             **_NUM_GPUS, **_PRECISION, **_GRAD_ACCUM, **_CONFIGS,
         },
     ),

@@ -89,6 +89,7 @@ def _find_pairs(a: str, b: str, reports: Sequence[ComparisonReport]) -> list[tup
     if not found:
         label = next(row.label for report in reports for row in rows(report, a))
         raise UsageError(
-            f"{a} and {b} are the same row, {label}", remedy="name two rows, or give two results that differ"
+            f"{a} and {b} are the same row, {label}",
+            remedy="name two rows; for one row before and after a change use compare BEFORE AFTER",
         )
     return [(title, explain(first, second)) for title, first, second in found]

@@ -290,7 +290,8 @@ def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, ResolvedModel, l
     if profile.frozen:
         frozen = units.format_parameters(profile.frozen_parameters)
         notes.append(
-            f"{frozen} are frozen; below ZeRO-3 every GPU holds all of them, and only trained ones are sharded"
+            f"{frozen} are frozen; below ZeRO-3 every GPU holds all of them, because ZeRO-1 and 2 shard only the "
+            "states of trained parameters"
         )
     workload = Workload(
         model=model.name,

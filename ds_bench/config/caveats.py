@@ -181,7 +181,7 @@ class CaveatKind(StrEnum):
     SHORT_WINDOW = ("short_window",
         "the shortest measured window is {seconds:.2f} s: below 2 s a card's clock is still settling, and one pause of "
         "the host weighs heavily", "use more --num-steps")
-    ONE_GPU = ("one_gpu", "with one GPU or rank, ZeRO 1–3 shard nothing and save no model states",
+    ONE_GPU = ("one_gpu", "with one GPU or rank, ZeRO 1–3 shard nothing and save no memory without offload",
         "use two GPUs or more to see what stages 1 to 3 save")
     CPU_ACCELERATOR = ("cpu_accelerator", "CPU accelerator: these figures say nothing about GPUs",
         "run the same command where there is a GPU")

@@ -138,9 +138,8 @@ def _unknown_top_level_keys(config: Config) -> Iterator[Finding]:
             continue
         if key.startswith(("_", "//", "#")) or key.lower() in ("comment", "comments", "description"):
             reason = "DeepSpeed has no such key and ignores it"
-            yield Finding(
-                "comment-key", "hint", key, reason, "write the comment after //, which DeepSpeed accepts", _CONFIG
-            )
+            instead = "remove it, or write it after //, which DeepSpeed accepts but the Trainer and Accelerate refuse"
+            yield Finding("comment-key", "hint", key, reason, instead, _CONFIG)
         elif since := deepspeed_keys.keys_added_later().get(key):
             reason = f"DeepSpeed {deepspeed_keys.version()} ignores it; {since} reads it"
             yield Finding("later-key", "warning", key, reason, f"use DeepSpeed {since} or later", _CONFIG)
@@ -270,7 +269,9 @@ def _type_problem(place: str, value: object, entry: Mapping[str, Any]) -> tuple[
         except ValidationError as error:
             message = error.errors()[0]["msg"]
     allowed = schema.get("expected")
-    remedy = f"give {format_series(allowed)}" if allowed else f"its default is {_shown(entry['default'])}"
+    remedy = f"correct it, or remove it: the default is {_shown(entry['default'])}"
+    if allowed:
+        remedy = f"give {format_series(allowed)}"
     return f"DeepSpeed refuses {_shown_without_secrets(place, value)}: {message[0].lower()}{message[1:]}", remedy
 
 
@@ -421,13 +422,17 @@ def _text_arguments(case: Case) -> Iterator[Finding]:
 # Settings that nothing reads, and buffers
 
 
-_REPORTED_ELSEWHERE = ("stage", "offload_optimizer", "offload_param", "zenflow", "cpu_offload", "allgather_partitions")
+_REPORTED_ELSEWHERE = ("stage", "offload_optimizer", "offload_param", "zenflow", "cpu_offload")
 """Keys of ``zero_optimization`` whose lack of effect other findings report."""
 
 
 def _keys_without_reader(case: Case) -> Iterator[Finding]:
     zero, stage = case.block("zero_optimization"), case.stage
-    for path in ("disable_allgather", f"{ZERO}allgather_partitions"):
+    dead = {"disable_allgather": _ENGINE, f"{ZERO}allgather_partitions": _ENGINE}
+    if not case.has_block(f"{ZERO}zenflow"):  # whose selective optimizer has buckets of this size
+        # all_gather_dp_groups splits by this size only if PyTorch lacks all_gather_into_tensor.
+        dead[f"{ZERO}allgather_bucket_size"] = "runtime/utils.py"
+    for path, source in dead.items():
         if path.removeprefix(ZERO) in (zero if path.startswith(ZERO) else case.config):
             yield Finding(
                 "dead-key",
@@ -435,9 +440,10 @@ def _keys_without_reader(case: Case) -> Iterator[Finding]:
                 path,
                 f"nothing in DeepSpeed {deepspeed_keys.version()} acts on it",
                 "remove it",
-                _ENGINE,
+                source,
             )
-    known = deepspeed_keys.keys_of("zero_optimization").keys() - _REPORTED_ELSEWHERE
+    reported = {*_REPORTED_ELSEWHERE, *(path.removeprefix(ZERO) for path in dead)}
+    known = deepspeed_keys.keys_of("zero_optimization").keys() - reported
     unread = [
         key for key in zero if stage is not None and key in known and not deepspeed_keys.is_read_at_stage(key, stage)
     ]

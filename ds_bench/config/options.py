@@ -201,8 +201,9 @@ class Options:
     common_batch: bool = option(bool, False,
         "with --batch-size auto: also run all rows at the largest micro-batch that all of them train",
         key="configurations.common_batch")
-    relative_to: str | None = option(str, None, "row that ratios refer to", default_text="the first usable row",
-        key="configurations.relative_to", metavar="STRATEGY")
+    relative_to: str | None = option(str, None,
+        "row that the Relative column of --verbose, --markdown and --html refers to",
+        default_text="the first usable row", key="configurations.relative_to", metavar="STRATEGY")
 
     # dataset
     data: Path | None = option(Path, None, "train on the token ids of this file, through a data loader",

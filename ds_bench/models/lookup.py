@@ -63,7 +63,7 @@ class ResolvedModel:
 def resolve_model(
     name: str,
     *,
-    factory: bool,
+    factory: bool | None,
     trust_remote_code: bool,
     environment: Mapping[str, str],
     offline_reason: str | None = None,
@@ -72,6 +72,7 @@ def resolve_model(
 ) -> ResolvedModel:
     """Find the model with this name. Raise UsageError if it does not exist.
 
+    ``factory``: whether the name is a factory's; None for a command without ``--model-factory``.
     ``environment``: variables of the child process. ``offline_reason``: why the Hub is not asked; None if it is, empty
     if ``plan`` was not told to.
     ``option``: the flag or the key of a recipe that gave the name. ``by_config``: models that cannot be built here are
@@ -97,7 +98,8 @@ def resolve_model(
             facts=preset,
             **{size: getattr(preset, size) for size in _SIZES},
         )
-    return _look_up(name, trust_remote_code, environment, offline_reason, option, by_config)
+    own_factory = None if factory is None else _OWN_FACTORY
+    return _look_up(name, trust_remote_code, environment, offline_reason, option, by_config, own_factory)
 
 
 def _look_up(
@@ -107,6 +109,7 @@ def _look_up(
     offline_reason: str | None,
     option: str,
     by_config: bool,
+    own_factory: str | None,
 ) -> ResolvedModel:
     is_folder = Path(name).exists()
     missing = missing_packages(MODEL_PACKAGES)
@@ -132,20 +135,21 @@ def _look_up(
         if config is not None and (missing or config.get("model_type") in architectures.not_causal_families()):
             return _by_config(name, config, is_folder)
     facts = _ask_child(name, "--trust-remote-code" if trust_remote_code else None, environment)
+    remedy = "give a causal language model's folder"
     if "error" in facts:
         if is_folder:
             raise UsageError(
-                f"{option} {name} cannot be read: {facts['error']}",
-                remedy=f"give a causal language model's folder, or {_OWN_FACTORY}",
+                f"{option} {name} cannot be read: {facts['error'].rstrip('.')}",
+                remedy=", or ".join(filter(None, (remedy, own_factory))),
             )
         if offline_reason is not None and facts["error"].startswith("OSError"):  # not in the cache either
             raise _unknown_model(name, option, offline_reason)
-        raise _unknown_model(name, option, f"it cannot be read from the Hub: {facts['error']}")
+        raise _unknown_model(name, option, f"it cannot be read from the Hub: {facts['error'].rstrip('.')}")
     declared, built = facts["architectures"], facts["built_architecture"]
     if declared and built not in declared:
         raise UsageError(
             f"{option} {name} is a {', '.join(declared)}, but a {built} would train, which is a different model",
-            remedy=_OWN_FACTORY,
+            remedy=own_factory or remedy,
         )
     counted: presets.ModelFacts | None = None
     if facts["counts"] is not None:

@@ -45,7 +45,7 @@ TEMPLATES: Mapping[str, str] = {
     "only_with_optimizer": "the only {row}{with_optimizer}",
     "fastest_with_room": "fastest {row}{with_optimizer} under 95 % of {capacity}{ahead}{runs}",
     "fastest_that_fits": "fastest {row} that fits{ahead}{runs}",
-    "fastest": "fastest of {count} {row}s{with_optimizer}{ahead}{runs}",
+    "fastest": "fastest of {count} {row}s{all_with_optimizer}{ahead}{runs}",
     # Why there is no choice.
     "other_pass": "Only passes without an optimizer step were timed, so no configuration can be recommended.",
     "no_rows": "Nothing was run, so no row can be recommended.",
@@ -160,8 +160,11 @@ def format_list(labels: Sequence[str], most: int | None = None) -> str:
     return " and ".join([", ".join(labels[:-1]), labels[-1]]) if len(labels) > 1 else labels[0]
 
 
-def runs_of_each(count: int) -> str:
-    return "one run each" if count == 1 else f"{count} runs each"
+def runs_of_each(counts: Sequence[int]) -> str:
+    """``one run each``, ``2 runs each``, ``only one run of some rows``: the runs of each row."""
+    fewest = min(counts)
+    runs = "one run" if fewest == 1 else f"{fewest} runs"
+    return f"{runs} each" if fewest == max(counts) else f"only {runs} of some rows"
 
 
 def two_digits(fraction: float) -> str:

@@ -19,6 +19,7 @@ from ..units import format_bytes, format_percent, format_rate
 from . import guide, remedies
 from .decision import (
     NEGLIGIBLE,
+    Candidate,
     Decision,
     EligibleRows,
     candidate_of,
@@ -120,23 +121,31 @@ def recommend(comparison: Comparison, goal: str = "balanced", resume: OpenComman
     provisional = None
     if undecided and decision.fewest_runs < FEWEST_RUNS:
         lead = two_digits(max(decision.speeds.chance_lead(choice, row) for row in undecided))
-        provisional = Fact("provisional", {"runs": runs_of_each(decision.fewest_runs), "lead": lead})
+        runs = runs_of_each([row.runs for row in (choice, *undecided)])
+        provisional = Fact("provisional", {"runs": runs, "lead": lead})
     if eligible.disturbed:
-        compared = decision.speeds.with_optimizer_of(choice)
-        among = f" with {choice.optimizer}" if len(compared) < len(decision.speeds.candidates) else ""
+        rows = decision.speeds.candidates
+        # For memory, rows with another optimizer compete as well.
+        compared = rows if goal == "memory" else decision.speeds.with_optimizer_of(choice)
         tied = "looks as fast as any" if choice in decision.tied else "looks best"
-        looks = ("looks fastest" if choice == decision.fastest else tied) + (among and f" of the rows{among}")
-        if len(compared) == 1:
-            looks = f"is the only row{among or ' that can be recommended'}"
+        looks = "looks fastest" if choice == decision.fastest else tied
+        if goal == "memory":
+            looks = "looks best for memory"
+        if len(rows) == 1:
+            looks = "is the only row that can be recommended"
+        elif len(compared) == 1:
+            looks = f"is the only row that steps with {_optimizer_name(choice)}"
+        elif len(compared) < len(rows):
+            looks += f" of the rows that step with {_optimizer_name(choice)}"
         headline = Fact("disturbed", {"choice": choice.label, "looks": looks})
     elif undecided:
         rivals = sorted((choice, *undecided), key=lambda row: row.complexity)
         labels = [row.label for row in rivals]
-        rows = format_list(labels) if sum(map(len, labels)) <= MAX_LETTERS_NAMED else f"{len(labels)} rows"
+        named = format_list(labels) if sum(map(len, labels)) <= MAX_LETTERS_NAMED else f"{len(labels)} rows"
         if all(row.label == f"ZeRO-{row.stage}" for row in rivals):
-            rows = f"ZeRO-{format_list([str(row.stage) for row in rivals])}"
+            named = f"ZeRO-{format_list([str(row.stage) for row in rivals])}"
         kind = "tie" if choice == decision.simplest_tied else "tie_for_memory"
-        headline = Fact(kind, {"choice": choice.label, "rows": rows})
+        headline = Fact(kind, {"choice": choice.label, "rows": named})
     else:
         values = {"choice": choice.label, "why": _why(decision, eligible, comparison, goal)}
         length = comparison.row(choice.key).longest_seq_length
@@ -173,16 +182,18 @@ def _why(decision: Decision, eligible: EligibleRows, comparison: Comparison, goa
     choice, best, speeds = decision.choice, decision.simplest_tied, decision.speeds
     rows = speeds.candidates
     compared = speeds.with_optimizer_of(decision.fastest)
-    optimizer = f" that step with {decision.fastest.optimizer}" if len(compared) < len(rows) else ""
+    optimizer = _optimizer_name(decision.fastest) if len(compared) < len(rows) else ""
     row = "DeepSpeed row" if eligible.left_out_as("reference") else "row"
-    values = {**eligible.terms._asdict(), "row": row, "count": len(rows), "with_optimizer": optimizer}
+    values = {**eligible.terms._asdict(), "row": row, "count": len(rows)}
+    values["with_optimizer"] = optimizer and f" that steps with {optimizer}"
+    values["all_with_optimizer"] = optimizer and f" that step with {optimizer}"
     if len(rows) == 1:
         return Fact("only", values)
     if goal == "memory":
         return Fact("nearly_least_memory" if len(nearly_least_memory(rows)) > 1 else "least_memory", values)
     # A sweep shows only the headline, so the headline itself must say that there are too few runs.
-    fewest = min(each.runs for each in ((choice, best) if best != choice else compared))
-    values["runs"] = f" after {runs_of_each(fewest)}" if fewest < FEWEST_RUNS else ""
+    runs = [each.runs for each in ((choice, best) if best != choice else compared)]
+    values["runs"] = f" after {runs_of_each(runs)}" if min(runs) < FEWEST_RUNS else ""
     if best != choice:  # the rule traded speed for memory
         saved = (best.memory_bytes or 0) - (choice.memory_bytes or 0)
         share = choice.tokens_per_second / best.tokens_per_second
@@ -203,6 +214,11 @@ def _why(decision: Decision, eligible: EligibleRows, comparison: Comparison, goa
         return Fact("fastest_with_room", values)
     ran_out = any(map(remedies.short_of_memory, comparison.rows)) and not optimizer
     return Fact("fastest_that_fits" if ran_out else "fastest", values)
+
+
+def _optimizer_name(candidate: Candidate) -> str:
+    """Return the class of its optimizer. DeepSpeed's own classes have other names than torch's."""
+    return f"torch's {candidate.optimizer}" if candidate.optimizer in ("Adam", "AdamW") else str(candidate.optimizer)
 
 
 def _command_to_decide(decision: Decision, comparison: Comparison, resume: OpenCommand | None) -> Fact | None:

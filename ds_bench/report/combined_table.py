@@ -99,7 +99,7 @@ def _model_table(group: Sequence[ComparisonReport]) -> Table:
         names = [report.title for report in group]
 
     def throughput(row: ComparisonRow) -> str:
-        """Return tokens/s, with an asterisk if the row is disqualified; the status if it has no throughput."""
+        """Return tokens/s, with an asterisk if the row is not valid; the status if it has no throughput."""
         if row.tokens_per_second is None:
             return row.last_run.outcome.status
         return format_rate(row.tokens_per_second) + ("" if row.invalid_reason is None else _INVALID)
@@ -109,11 +109,12 @@ def _model_table(group: Sequence[ComparisonReport]) -> Table:
         cells = {row.label: throughput(row) for row in report.comparison.rows}
         rows.append([name, *(cells.get(label, "") for label in labels)])
     invalid = any(cell.endswith(_INVALID) for row in rows for cell in row[1:])
+    note = f"Rows with {_INVALID} are in doubt or disqualified: the notes of their own report say why."
     return Table(
         title=(f"Tokens/s of the whole job, side by side ({device})",),
         columns=[Column(heading) for heading in ("Workload", *labels)],
         rows=rows,
-        notes=[f"Rows with {_INVALID} are disqualified: the notes of their own report say why."] if invalid else [],
+        notes=[note] if invalid else [],
     )
 
 

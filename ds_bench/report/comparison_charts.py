@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ..analysis.comparison import Comparison, ComparisonRow
 from ..analysis.row_difference import ledger_of_row
+from ..config.caveats import CPU_KINDS
 from ..prediction.trial_predictions import stored_prediction
 from ..recommend.remedies import predicted_bytes
 from ..records.schema import OOM, OOM_DISK, OOM_HOST, SKIPPED, Tier, measured_values
@@ -127,12 +128,16 @@ class _Rows:
         return row.key != self.recommended, other, -(row.tokens_per_second or 0)
 
     def label(self, row: ComparisonRow) -> str:
-        """The row's label with a star if it is recommended, and why its numbers must not be compared with others."""
+        """The row's label with a star if it is recommended, and why its numbers must not be compared with others.
+
+        A busy CPU puts the figures in doubt; other reasons disqualify them.
+        """
         star = "★ " if row.key == self.recommended else ""
         if row.differences:
             return f"{star}{row.label} (not comparable)"
         if row.succeeded and row.invalid_reason is not None:
-            return f"{star}{row.label} (disqualified)"
+            only_busy = all(caveat.kind in CPU_KINDS for caveat in row.caveats if caveat.disqualifying)
+            return f"{star}{row.label} ({'in doubt' if only_busy else 'disqualified'})"
         return f"{star}{row.label}"
 
     def note(self, text: str, rows: Sequence[object], drawn: Sequence[object]) -> str:
@@ -385,7 +390,7 @@ def _pareto_chart(rows: _Rows) -> Chart | None:
     capacity = _capacity_line(comparison, tier)
     note = "Up and left is better; no row beats those on the line (filled) in both."
     if any(row.differences or row.invalid_reason is not None for row, *_ in dots):
-        note += " Crossed-out rows are disqualified or not comparable and take no part."
+        note += " Crossed-out rows are in doubt, disqualified or not comparable and take no part."
     if any(row.key not in rows.styles for row, *_ in dots):
         note += " Rows without a label are in the table."
     if failed:

@@ -266,7 +266,7 @@ def _share(fraction: float | None, *, warns: bool) -> str:
 # ------------------------------------------------------------------ tables of details
 
 
-_PHASES = {
+PHASE_HEADINGS = {
     "import": "Import",
     "build": "Model build",
     "initialize": "Initialize",
@@ -294,7 +294,11 @@ def detail_tables(comparison: Comparison) -> list[Table]:
     of_gpu = "GB, peak allocated within the phase on the fullest GPU"
     tables = [
         make_table(
-            _columns(_PHASES, cell), rows, title=(f"{what} memory by phase",), meaning=meaning, drop_empty_rows=True
+            _columns(PHASE_HEADINGS, cell),
+            rows,
+            title=(f"{what} memory by phase",),
+            meaning=meaning,
+            drop_empty_rows=True,
         )
         for what, meaning, cell in (("Host", of_node, host), ("GPU", of_gpu, gpu))
     ]

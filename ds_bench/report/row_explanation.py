@@ -20,7 +20,7 @@ from ..analysis.row_difference import (
 from ..prediction.trial_predictions import stored_prediction
 from ..recommend.guide import traffic_text
 from ..units import MISSING, format_bytes, format_rate, format_series, format_significant, to_ms
-from .comparison_columns import failure_sentence, signed
+from .comparison_columns import PHASE_HEADINGS, failure_sentence, signed
 from .memory_plan import category_text, gpu_range
 from .table_layout import Column, Table, wrap
 
@@ -29,6 +29,7 @@ _SAME_FRACTION = 0.01
 _WIDEST = 200
 """Columns of a table; what a setting acts on may be long."""
 _WIDEST_TEXT = 80
+_PHASES = {**PHASE_HEADINGS, "warm_up": "Warm-up"}
 _TIERS = {"gpu": "GPU memory", "cpu": "Host memory", "nvme": "NVMe swap files"}
 
 Cells = tuple[str, str, str, str]
@@ -48,6 +49,12 @@ def explanation_tables(difference: RowDifference) -> list[Table]:
             saved += f", {signed(-saving.host_bytes)} of host memory per node"
         name = "smaller buffers (--axis buffers=small_buffers)" if saving.name == "small_buffers" else saving.name
         savings.append((f"{name} on {difference.larger.label}", saved))
+    notes = [f"The result does not contain {format_series(difference.unknown)}."] if difference.unknown else []
+    if difference.larger.on_cpu and any(saving.name == "small_buffers" for saving in difference.savings):
+        notes.append(
+            "On CPU ranks almost none of DeepSpeed's buffers is touched: smaller ones hardly change resident memory, "
+            "but a GPU would hold all of them."
+        )
     sections = {
         "Memory": (_memory_rows(difference), []),
         "Time": (_time_rows(difference), [f"By formula, {a}: {traffic[0]}. {b}: {traffic[1]}."] if sent else []),
@@ -55,10 +62,7 @@ def explanation_tables(difference: RowDifference) -> list[Table]:
             _key_rows(difference),
             [f"The machines differ: {text}." for text in difference.environment_differences],
         ),
-        "Predicted savings": (
-            savings,
-            [f"The result does not contain {format_series(difference.unknown)}."] if difference.unknown else [],
-        ),
+        "Predicted savings": (savings, notes),
     }
     tables = []
     for heading, (rows, notes) in sections.items():
@@ -106,7 +110,8 @@ def largest_change(difference: RowDifference) -> str:
             changes = {phase: pair.difference or 0.0 for phase, pair in time.phase_seconds.items() if phase in PHASES}
             phase = max(changes, key=lambda name: abs(changes[name]))
             if changes[phase]:
-                text += f"; of its phases, {phase} changes most ({signed(changes[phase], _ms)})"
+                name = "the optimizer step" if phase == "step" else phase
+                text += f"; of its phases, {name} changes most ({signed(changes[phase], _ms)})"
         parts.append(f"{text}.")
     return " ".join(parts)
 
@@ -138,10 +143,16 @@ def _memory_rows(difference: RowDifference) -> Iterator[Cells]:
         yield "GPU memory needed, predicted", a, b, " → ".join(dict.fromkeys(f"peak in {need.phase}" for need in needs))
     resident = difference.resident_bytes
     if resident.a is not None and resident.b is not None:
-        yield _size_row("Resident memory, peak, fullest node", resident.a, resident.b)
-    for phase, pair in difference.phase_peaks.items():
-        if abs(pair.difference or 0) > 0.05 * max(pair.a or 0, pair.b or 0):
-            yield _size_row(f"  {phase.replace('_', ' ')}", pair.a or 0, pair.b or 0)
+        what = "Resident memory, peak, fullest node (shared pages count in each rank)"
+        yield _size_row(what, resident.a, resident.b)
+    phases = [
+        _size_row(f"  {_PHASES[phase]}", pair.a or 0, pair.b or 0)
+        for phase, pair in difference.phase_peaks.items()
+        if abs(pair.difference or 0) > 0.05 * max(pair.a or 0, pair.b or 0)
+    ]
+    if phases:
+        yield "Host memory by phase, fullest node (shared pages count once)", "", "", ""
+        yield from phases
 
 
 def _size_row(what: str, a: float, b: float) -> Cells:
@@ -178,7 +189,8 @@ def _time_rows(difference: RowDifference) -> Iterator[Cells]:
     if not time.same_tokens:
         yield counts("Tokens/s", time.tokens_per_second)
     for phase, pair in time.phase_seconds.items():
-        yield milliseconds(f"  {phase}, timed separately", pair)
+        name = "optimizer step" if phase == "step" else phase
+        yield milliseconds(f"  {name}, timed separately", pair)
     for what, pair in (("read", time.nvme_read_bytes), ("written", time.nvme_written_bytes)):
         if pair.a or pair.b:
             yield _size_row(f"NVMe {what} per step", pair.a or 0, pair.b or 0)

@@ -132,6 +132,17 @@ def test_standard_input_is_a_file(
     assert "-:5:3: warning: zero_optimization.offload_param" in out
 
 
+def test_a_file_that_another_one_names_is_reported_once_under_the_given_path(
+    write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(GOOD, "configs/good.json")
+    write(FILES["names.yaml"], "configs/names.yaml")
+    for arguments in (["configs"], ["configs/names.yaml", "configs/good.json"], ["configs", "configs/good.json"]):
+        commands.main(["check", *arguments, "--json"])
+        files = [entry["file"] for entry in json.loads(capsys.readouterr().out)]
+        assert sorted(files) == ["configs/good.json", "configs/names.yaml"]
+
+
 def test_json_has_every_file_and_finding(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
     config = {**GOOD, "optimizer": {"type": "OneBitAdam"}}
     commands.main(["check", "--json", write(BAD), write({"name": "x"}, "package.json"), write(config, "one.json")])

@@ -93,7 +93,7 @@ def test_side_by_side_a_figure_not_to_be_used_is_marked_and_a_failure_has_its_st
     assert main(["report", *map(str, folders)]) == 0
     *_, first, second, _, last = capsys.readouterr().out.rstrip().splitlines()
     assert [line.split()[-1] for line in (first, second)] == ["10,240*", "OOM"]
-    assert last.strip().startswith("* Rows with * are disqualified")
+    assert last.strip().startswith("* Rows with * are in doubt or disqualified")
 
 
 GOAL_AND_ROW = ["--goal", "memory", "--relative-to", "zero2"]

@@ -201,5 +201,5 @@ def test_commands_run_in_the_users_environment(name: str, tmp_path: Path, monkey
     again = run_line(recorded, "--dry-run", "--verbose", variables=variables)
     assert again.count("gradient_clipping") == first.stdout.count("gradient_clipping") > 0
     assert again.count("0.125") == first.stdout.count("0.125")
-    cold = re.findall(r"preloaded process:\n(.*) -m deepspeed\.launcher\.runner", first.stdout)[0]
+    cold = re.findall(r"made TRIAL_FOLDER:\n(.*) -m deepspeed\.launcher\.runner", first.stdout)[0]
     run_line(f"{cold} -c 'import ds_bench'", variables=variables)

@@ -187,7 +187,11 @@ def test_a_key_that_would_be_ignored_or_refused_is_an_error_with_its_remedy(subt
     for config, key, remedy in (
         ({"gradient_cliping": 1}, "gradient_cliping", "did you mean gradient_clipping?"),
         ({"bfloat16": {}}, "bfloat16", "rename it to bf16"),
-        ({"_comment": "x"}, "_comment", "write the comment after //, which DeepSpeed accepts"),
+        (
+            {"_comment": "x"},
+            "_comment",
+            "remove it, or write it after //, which DeepSpeed accepts but the Trainer and Accelerate refuse",
+        ),
         ({"amp": {}}, "amp", "use bf16, fp16 or torch_autocast"),
         (zero(overlap_com=True), "zero_optimization.overlap_com", "did you mean overlap_comm?"),
         ({"bf16": True}, "'bf16'", "set a key inside it, like bf16.KEY=VALUE"),

@@ -244,17 +244,18 @@ def test_a_row_has_the_same_color_in_every_overlay() -> None:
 
 
 def test_rows_that_take_no_part_are_crossed_out_and_named() -> None:
-    first, second, third = ZERO.rows[:3]
+    first, second, third, fourth = ZERO.rows[:4]
     odd = replace(second, differences=("torch 2.13.0 vs 2.11.0",))
     wrong = replace(third, caveats=(Caveat(CaveatKind.LOSS_NOT_FINITE),))
-    of = replace(ZERO, rows=(first, odd, wrong), pareto_device=(first.key,))
+    busy = replace(fourth, caveats=(Caveat(CaveatKind.CPU_QUOTA, {"fraction": 0.5}),))
+    of = replace(ZERO, rows=(first, odd, wrong, busy), pareto_device=(first.key,))
     plot = chart(of, "pareto-device")
-    names = ["ZeRO-0", "ZeRO-1 (not comparable)", "ZeRO-2 (disqualified)"]
+    names = ["ZeRO-0", "ZeRO-1 (not comparable)", "ZeRO-2 (disqualified)", "ZeRO-3 (in doubt)"]
     assert [label for label, _ in plot.values] == [label for label, _ in chart(of, "throughput").values] == names
-    assert len(points(plot, "x")) == 2
+    assert len(points(plot, "x")) == 3
     filled = [line for line in draw(plot)[0].lines if line.get_marker() in "os^" and line.get_mfc() != "none"]
     assert [line.get_xdata()[0] for line in filled] == pytest.approx([58.2])
-    assert "disqualified or not comparable" in plot.note
+    assert "in doubt, disqualified or not comparable" in plot.note
 
 
 def test_every_chart_is_a_png_and_an_svg_that_needs_no_font(tmp_path: Path) -> None:

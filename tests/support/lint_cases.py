@@ -41,5 +41,6 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("batch-size", {"train_batch_size": 30, "train_micro_batch_size_per_gpu": 4}),
     ("text-argument", {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "1e-4"}}}),
     ("dead-key", zero(2, allgather_partitions=True)),
+    ("dead-key", zero(3, allgather_bucket_size=100)),
 ]
 """Name of a rule, and what makes it apply when it is laid over CLEAN; null removes a key."""
