@@ -38,8 +38,10 @@ class Run:
         return rows_of(self.folder)
 
     def records(self, name: str = "records.jsonl") -> list[dict[str, Any]]:
+        """The last one of each trial: a trial that ran out is stored again with the changes that may help it."""
         (path,) = self.folder.glob(f"runs/*/{name}")
-        return [json.loads(line) for line in path.read_text().splitlines()]
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        return [*{json.dumps({**each["trial"], "prediction": None}): each for each in records}.values()]
 
     @property
     def processes(self) -> set[int]:
