@@ -65,7 +65,7 @@ def write_run(folder: Path) -> None:
     sizes = dict.fromkeys(("gpu_peak_bytes", "gpu_init_peak_bytes", "gpu_peak_reserved_bytes"), fakes.GB)
     sizes |= {"gpu_device_used_bytes": fakes.GB, "gpu_reserved_bytes": fakes.GB}
     good = fakes.success(replace(trial, prediction=found.to_dict()), **sizes)
-    bad = fakes.failure(replace(trial, trial_id="99_bad"))
+    bad = fakes.failure(replace(trial, trial_id="99_bad", repeat=1))
     for record in (good, bad):
         logs = folder / "run_1/trials" / record.trial.trial_id
         logs.mkdir(parents=True)
