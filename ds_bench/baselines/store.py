@@ -7,7 +7,11 @@ be committed, so it keeps only what decides whether two results are comparable, 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import json
 import math
+import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
@@ -119,8 +123,12 @@ def read(path: Path) -> Entries | None:
         raise json_files.unreadable(path, error, "file of baselines", remedy) from None
     try:
         value = json_files.parse_json(data)
+        # pydantic's parser silently takes the last of two equal keys.
+        json.loads(data, object_pairs_hook=_refuse_repeated_keys)
     except InvalidJsonError as error:
         raise UsageError(f"{path} {error}", remedy=_REMEDY) from None
+    except ValueError as error:
+        raise UsageError(f"{path}: {error}", remedy="correct it by hand") from None
     if not isinstance(value, dict):
         raise UsageError(f"{path} is not a JSON object keyed by name", remedy=_REMEDY)
     for name, entry in value.items():
@@ -129,8 +137,15 @@ def read(path: Path) -> Entries | None:
     return value
 
 
+def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> None:
+    """Refuse a repeated key, which a merge of two branches may leave: nobody knows which one counts."""
+    for name, count in Counter(name for name, _ in pairs).items():
+        if count > 1:
+            raise ValueError(f"{name!r} is given more than once")
+
+
 def edit(path: Path, change: Callable[[Entries], Entries]) -> None:
-    """Replace the entries of the file by ``change(entries)``, atomically.
+    """Atomically replace the file's entries with ``change(entries)``.
 
     A lock serializes writers, so that none overwrites another's entries. Raises UsageError if the file is invalid or
     cannot be written, and whatever ``change`` raises; the file is then unchanged.
@@ -139,8 +154,7 @@ def edit(path: Path, change: Callable[[Entries], Entries]) -> None:
         with _write_errors_reported(path):
             path = path.resolve()  # so that a symbolic link is not replaced
             # Lock another file: write_json replaces the file itself, and its lock would stay with the old one.
-            lock = path.with_name(f".{path.name}.lock")
-            stack.enter_context(files.locked_file(lock, wait=lambda: None))
+            stack.enter_context(_locked(path.with_name(f".{path.name}.lock")))
         # Sorted by name, so that version control shows only the entries that changed.
         entries = dict(sorted(change(read(path) or {}).items()))
         with _write_errors_reported(path):
@@ -155,3 +169,24 @@ def _write_errors_reported(path: Path) -> Iterator[None]:
         reason = getattr(error, "strerror", None) or error
         remedy = "give a file in a folder that you may write to"
         raise UsageError(f"{path} cannot be written: {reason}", remedy=remedy) from None
+
+
+@contextlib.contextmanager
+def _locked(lock: Path) -> Iterator[None]:
+    """Hold an exclusive lock on the file ``lock``; remove the file afterwards. The lock ends with the process."""
+    while True:
+        handle = os.open(lock, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(lock.stat(), os.fstat(handle)):
+                    break
+            os.close(handle)  # the previous holder has removed the file: open it again
+        except BaseException:
+            os.close(handle)
+            raise
+    try:
+        yield
+    finally:
+        lock.unlink(missing_ok=True)
+        os.close(handle)
