@@ -209,6 +209,13 @@ def rows_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
     return [run.row.values() for run in with_loss_caveats(runs)]
 
 
+def pooled_rows(runs: Sequence[Run]) -> list[ComparisonRow]:
+    """Group the runs into rows with labels of their own, without ratios between them."""
+    groups = group_repeats(runs)
+    labels = unique_labels([next((run for run in group if run.row.success), group[0]) for group in groups.values()])
+    return [_row(key, label, group) for (key, group), label in zip(groups.items(), labels, strict=True)]
+
+
 def compare(
     runs: Sequence[Run], relative_to: str | None = None, *, environments: Sequence[Environment] = ()
 ) -> Comparison:
@@ -221,9 +228,7 @@ def compare(
     """
     # Rows of several results are compared here for the first time; caveats already found within one result are not
     # repeated.
-    groups = group_repeats(with_loss_caveats(runs))
-    labels = unique_labels([next((run for run in group if run.row.success), group[0]) for group in groups.values()])
-    rows = [_row(key, label, group) for (key, group), label in zip(groups.items(), labels, strict=True)]
+    rows = pooled_rows(with_loss_caveats(runs))
     # chosen: the row that ratios should refer to. reference: the row that decides which rows are comparable; it is
     # chosen unless that has no numbers.
     requested = next(iter(rows if relative_to is None else rows_called(rows, relative_to)), None)
@@ -245,7 +250,10 @@ def compare(
         baseline=next((row for row in compared if baseline is not None and row.key == baseline.key), None),
         pareto_device=_pareto_front([(row, row.gpu_peak_bytes) for row in compared]),
         pareto_host=_pareto_front([(row, row.host_peak_bytes) for row in compared]) if on_host else (),
-        caveats=(*comparison_caveats(list(groups.values()), environments), *_baseline_caveats(requested, chosen, rows)),
+        caveats=(
+            *comparison_caveats([row.runs for row in rows], environments),
+            *_baseline_caveats(requested, chosen, rows),
+        ),
         device_capacity_bytes=device_capacity_bytes(runs, environments),
         host_capacity_bytes=host_capacity_bytes(environments),
     )

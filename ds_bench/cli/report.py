@@ -13,7 +13,7 @@ from typing import Any
 
 from .. import __version__
 from ..analysis import load_results, merge_results, provenance
-from ..analysis.comparison import ComparisonRow, compare, rows_called
+from ..analysis.comparison import ComparisonRow, pooled_rows, rows_called
 from ..analysis.load_results import Result
 from ..analysis.merge_results import ResultGroup
 from ..config.options import GOALS, ROW_FORMATS
@@ -185,7 +185,7 @@ def build_reports(
     groups = merge_results.merge(results)
 
     def has_row(group: ResultGroup, name: str | None) -> bool:
-        return name is not None and bool(rows_called(compare(group.runs).rows, name))
+        return name is not None and bool(rows_called(pooled_rows(group.runs), name))
 
     nowhere = relative_to is not None and not any(has_row(group, relative_to) for group in groups)
     reports = []
@@ -215,7 +215,7 @@ def build_reports(
 
 def _load_finished(paths: Sequence[Path], *, whole: bool = True) -> tuple[list[Result], list[str]]:
     """Load the results, by default the latest run; a result without trials only adds a note. Raises UsageError."""
-    results, notes = [], []
+    results, left_out = [], []
     for path in (paths := paths or [latest_run()]):
         try:
             results.append(load_results.load(path, whole=whole))
@@ -223,10 +223,10 @@ def _load_finished(paths: Sequence[Path], *, whole: bool = True) -> tuple[list[R
             # A single result without trials is an error. Among several, as with results/runs/*, show the others.
             if len(paths) == 1:
                 raise
-            notes.append(f"{error.problem}: left out")
+            left_out.append(error.problem)
     if not results:
-        raise UsageError(notes[0].removesuffix(": left out"), remedy="give a result with a finished trial")
-    return results, notes
+        raise UsageError(left_out[0], remedy="give a result with a finished trial")
+    return results, [f"{problem}: left out" for problem in left_out]
 
 
 def _flags_of_run(group: ResultGroup) -> tuple[str | None, str | None, OpenCommand | None]:
