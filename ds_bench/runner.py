@@ -78,6 +78,8 @@ if TYPE_CHECKING:
     from .analysis.row import Run
 
 OK, NONE_SUCCEEDED, INTERRUPTED_CODE = 0, 1, 130
+_MODULES_FOR_RESULTS = (f"{__package__}.analysis.row", "scipy.special", "jinja2", "yaml", "rich.text")
+"""Loaded while the preloaded server loads: needed between trials, or after the last one."""
 _FIELDS_SET_BY_SEARCH = ("batch_size", "batch_policy", "seq_length", "seq_policy")
 """Fields of a workload that ``--batch-size auto`` and ``--seq-length auto`` decide."""
 
@@ -219,18 +221,13 @@ def _devices_of_run(plan: RunPlan, machine: Machine, hosts: Hosts | None) -> Ite
 
 
 def _start_loading(plan: RunPlan) -> None:
-    """Start the preloaded server before the checks if no op has to be built for it; loading takes seconds.
-
-    What this process needs between trials, or after the last one, is loaded on the other core meanwhile.
-    """
+    """Start the preloaded server before the checks if no op has to be built for it; loading takes seconds."""
     if not forks_ranks(plan.placement, plan.trials):
         return
     names = rank_environment.ops_of(plan.placement, plan.configurations)
     if all(is_built(name, Path(plan.variables["TORCH_EXTENSIONS_DIR"])) for name in names):
         with contextlib.suppress(OSError):  # the launcher tries again, and says why or launches without it
             start_server({**plan.variables, **rank_environment.preloaded_ops(names)}, plan.placement)
-        for module in (f"{__package__}.analysis.row", "scipy.special", "jinja2", "yaml", "rich.text"):
-            importlib.import_module(module)
 
 
 def _require_resumable(plan: RunPlan) -> None:
@@ -510,6 +507,9 @@ class ComparisonRun:
         ready = rank_environment.preloaded_ops(op for op, state in states.items() if state.ready)
         plan = replace(plan.map(lambda each: each.with_facts(op_states=states)), variables={**plan.variables, **ready})
         with processes.raising_on_interrupt():
+            if forks_ranks(plan.placement, plan.trials):
+                for module in _MODULES_FOR_RESULTS:
+                    importlib.import_module(module)
             launcher, why_cold = choose_launcher(
                 options.launcher,
                 plan.placement,

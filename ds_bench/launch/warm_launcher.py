@@ -87,7 +87,7 @@ class WarmLauncher:
         # The answer of an earlier server must not count.
         result_file.unlink(missing_ok=True)
         start_server(self._environment)
-        with _set_variables(self._environment), _without_main():  # should it be started again here
+        with _set_variables(self._environment), _without_main():  # in case it has to be started again here
             probe = self._context.Process(target=_write_probe_result, args=(str(result_file),), daemon=True)
             probe.start()
         probe.join(timeout_seconds)

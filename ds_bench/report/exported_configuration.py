@@ -466,7 +466,7 @@ def _optimizer(raw: Config, accelerate: Config) -> str:
 def _facts(record: TrialRecord, environment: Environment | None) -> Iterator[tuple[str, str]]:
     """Yield measurements, versions and facts of the machine: label and escaped text."""
     if record.outcome.success and record.ranks:
-        from ..analysis.row import make_run  # here, so that pydantic is not loaded before the first trial
+        from ..analysis.row import make_run  # here, so that pydantic does not delay the first trial
 
         seen, steps = make_run(record).row, len(record.ranks[0].step_seconds)
         sizes = (seen.gpu_peak_gb, seen.gpu_peak_reserved_gb, seen.cpu_used_gb, seen.nvme_stored_gb)

@@ -122,7 +122,7 @@ def _result_text(record: TrialRecord) -> str:
     """``✓ 19,600 tok/s 75.4 GB``, or ``✗`` with the cause; the memory is the GPU's, or else the host's."""
     if not record.outcome.success:
         return f"✗ {failure_text(record.outcome)}"
-    from ..analysis.row import make_run  # here, so that pydantic is not loaded before the first trial
+    from ..analysis.row import make_run  # here, so that pydantic does not delay the first trial
 
     run = make_run(record)
     row = run.row
