@@ -110,7 +110,7 @@ CASES = {
     "draws data after the model": Case(
         command="i_zero_init.py {config}",
         configs="zero2 zero3",
-        caveat="trained on different data from",
+        caveat="trained on different data from configs_zero2's",
     ),
     "overridden": Case(
         command="i_zero_init.py {configs}/zero2.json",
