@@ -36,7 +36,7 @@ from .report.comparison_report import ComparisonReport
 from .report.data_frames import data_frame
 from .report.memory_plan import MemoryPlan
 from .report.terminal_report import print_reports
-from .system import job, processes, terminal
+from .system import invocation, job, processes, terminal
 from .units import to_gb
 
 if TYPE_CHECKING:
@@ -391,7 +391,7 @@ class Plan:
     """One sentence: what fits, or the smallest change that makes something fit."""
     rows: tuple[PlannedRow, ...]
     notes: tuple[str, ...]
-    """Notes on the files of ``configs``."""
+    """Notes on files, axes, the precision and the export."""
     memory_plan: MemoryPlan
     """The predictions in full, by category and moment."""
 
@@ -428,8 +428,12 @@ def plan(**keywords: Unpack[PlanKeywords]) -> Plan:
 
     ``keywords``: flags of the command. Raises UsageError.
     """
+    flags_of_keywords = {f"--{name.replace('_', '-')}": value for name, value in keywords.items()}
+    if unknown := flags_of_keywords.keys() - commands.COMMANDS["plan"].flags.keys():
+        problem = f"ds_bench.plan has no keyword {min(unknown)[2:].replace('-', '_')}"
+        raise UsageError(problem, remedy=f"give flags of {invocation.command('plan')}")
     # The parser checks values and fills in defaults as on the command line.
-    arguments = [each for name, value in keywords.items() for each in _flag(f"--{name.replace('_', '-')}", value)]
+    arguments = [word for flag, value in flags_of_keywords.items() for word in _flag(flag, value)]
     _, flags = commands.parse(["plan", *arguments])
     predicted, notes = predict_plan(plan_options(**flags))
     rows = (

@@ -182,8 +182,8 @@ class Comparison:
     """The row that ratios refer to: the requested one, else the first valid one, else the first with numbers. None if
     the requested row, or every row, has no numbers."""
     pareto_device: tuple[str, ...] = ()
-    """Keys of rows that no other row beats in both throughput and device memory. Rows that are disqualified or not
-    comparable take no part."""
+    """Keys of rows for which no other row is better in throughput or device memory and at least equal in the other.
+    Rows that are disqualified or not comparable take no part."""
     pareto_host: tuple[str, ...] = ()
     """The same for throughput and host memory; empty if there are GPUs and no row offloads anything."""
     caveats: tuple[Caveat, ...] = ()
@@ -415,7 +415,10 @@ def _mark_if_too_wide(interval: RatioInterval | None, row: ComparisonRow) -> Rat
 
 
 def _pareto_front(rows: Sequence[tuple[ComparisonRow, int | None]]) -> tuple[str, ...]:
-    """Keys of rows that no row beats in both throughput and memory, in order of appearance; equal rows all count."""
+    """Keys of rows for which no other is better in one of throughput and memory and at least equal in the other.
+
+    In order of appearance; equal rows all count.
+    """
     points = [
         (-row.tokens_per_second, memory_bytes, row.key)
         for row, memory_bytes in rows
@@ -493,7 +496,7 @@ def _run_caveats(rows: Sequence[Sequence[Run]]) -> Iterator[Caveat]:
     ]
     if 1 in partitions:
         yield Caveat(CaveatKind.ONE_GPU)
-    # Only the clock of a GPU moves under load.
+    # Only for GPUs: the caveat is about their clocks.
     on_gpus = [run.row for run in runs if run.trial.placement.accelerator == "cuda"]
     windows = [row.avg_step_time_ms / 1000 * row.num_steps for row in on_gpus if row.avg_step_time_ms is not None]
     if windows and min(windows) < _SHORT_WINDOW_SECONDS:

@@ -53,8 +53,8 @@ _WEIGHT_TOLERANCE = {"fp32": 2e-3, "bf16": 5e-2, "fp16": 5e-2}
 
 Measured on the CPU (``bench/training_mutants.py``: ``tiny``, stages 0 to 3, offload, DDP, FSDP2): at most 3.4e-5 in
 fp32; in bf16 8e-3 with DeepSpeed's CPU Adam and 3.6e-2 with DDP, which trains under autocast. A doubled learning rate
-gives 1.0, betas of 0.8 and 0.99 instead of 0.9 and 0.999 0.054. Another weight decay (4.7e-3 in fp32, 1.3e-2 in bf16)
-and no clipping (7.6e-3, 1.6e-2) are lost in the rounding of bf16: there the settings that are read back show them.
+gives 1.0; betas of 0.8 and 0.99 instead of 0.9 and 0.999 give 0.054. Another weight decay (4.7e-3 in fp32, 1.3e-2 in
+bf16) and no clipping (7.6e-3, 1.6e-2) are lost in the rounding of bf16: there the settings read back show them.
 """
 _LATE_TOLERANCE = {"fp32": 1e-2, "bf16": 2e-2, "fp16": 2e-2}
 """Relative difference up to which figures of the whole run are never reported. After 705 steps correct rows differed by
@@ -222,10 +222,10 @@ _ZERO_ARITHMETIC = ("zenflow", "zero_quantized_weights", "zero_quantized_gradien
 
 
 def _other_training(runs: Sequence[Run]) -> dict[int, Caveat]:
-    """Return caveats by index for rows that request different training from the usual: files, and optimizers of axes.
+    """Return caveats by index for rows of files or of the axis ``optimizer`` that request unusual training.
 
-    Rows that are not from a file define the usual training; without any, the largest group of files with the same
-    request does. If two groups tie, none does.
+    All other rows define the usual training; without any, the largest group with the same request does. If two groups
+    tie, none does.
     """
     points: dict[str, _Group] = {}
     if any(map(_may_train_otherwise, runs)):  # rare, and the rest takes time with thousands of records
@@ -235,7 +235,7 @@ def _other_training(runs: Sequence[Run]) -> dict[int, Caveat]:
     caveats = dict[int, Caveat]()
     for group in points.values():
         parts = _split_by_settings(group, _may_train_otherwise)
-        # All rows that are not from a file are in one part, which wins whatever its size.
+        # All rows that cannot train otherwise are in one part, which wins whatever its size.
         sizes = [(not all(map(_may_train_otherwise, part.values())), len(part)) for part in parts]
         usual = parts[sizes.index(max(sizes))] if sizes.count(max(sizes)) == 1 else None
         for part in (each for each in parts if each is not usual):

@@ -2,7 +2,7 @@
 
 A script may draw its data after it has built its model, and so train on different data at stages 2 and 3 with losses
 that hardly differ. Times are comparable only between equal steps, so other parameters or tokens disqualify a row. Data
-and losses may differ on purpose, as generated text does: they are caveats.
+and losses may differ on purpose, for example in training on generated text, so those differences do not disqualify.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class BaselineComparison:
     """Of ``throughput``, ``memory``, ``status`` (the row no longer trains, or a caveat disqualifies its figures), and
     ``missing`` (the row is gone)."""
     unmatched: bool = False
-    """The row trained but no baseline has its name, so nothing guards it. False for a row that failed."""
+    """The row has usable figures, but no baseline has its name, so nothing guards it."""
     noisy: bool = False
     """The result passed, but noise could hide a regression beyond the tolerance."""
 

@@ -248,7 +248,11 @@ class Parser(argparse.ArgumentParser):
             flag, *values = ALIASES.get(alias, (name.replace("_", "-"),))
             is_own = name in self._option_string_actions or flag not in self._option_string_actions
             if not is_own and alias in _SWITCHES and (equals or (waiting and waiting[0].lower() in ("true", "false"))):
-                if (value if equals else waiting.pop(0)).lower() == "false":
+                if (given := (value if equals else waiting.pop(0)).lower()) not in ("true", "false"):
+                    raise UsageError(
+                        f"{name} {value!r} is neither True nor False", remedy=f"give {name} True, or leave it out"
+                    )
+                if given == "false":
                     continue
                 equals = ""
             if (other := names.setdefault(name if is_own else flag, name)) != name:

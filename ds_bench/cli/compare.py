@@ -74,9 +74,9 @@ def _find_pairs(a: str, b: str, reports: Sequence[ComparisonReport]) -> list[tup
             raise UsageError(f"Unknown row {text!r}", remedy=f"choose from {', '.join(names)}")
     found = []
     for report in reports:
-        # Both names may match several rows, such as a stage with and without offload: take two different ones.
-        for first in rows(report, a)[:1]:
-            found += [(report.title, first, row) for row in rows(report, b) if row.key != first.key][:1]
+        # Both names may match several rows, such as one strategy with two micro-batches: take two different ones.
+        pairs = product(rows(report, a), rows(report, b))
+        found += [(report.title, first, row) for first, row in pairs if row.key != first.key][:1]
     if not found:
         # Compare across the first two comparisons that have the rows, for example with two batch sizes.
         across = (

@@ -117,7 +117,7 @@ def plan_command(**flags: Any) -> int:
 
 
 def predict_plan(options: PlanOptions) -> tuple[MemoryPlan, list[str]]:
-    """Return the predictions that the flags ask for, and notes for the user on the files of ``--configs``.
+    """Return the predictions that the flags ask for, and notes for the user: on files, axes, precision and the export.
 
     Raises UsageError.
     """
@@ -232,7 +232,7 @@ def _configurations_of_files(
 
 
 def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, ResolvedModel, list[str]]:
-    """Return the planned trial, with a stand-in for the configuration, the model, and notes on both."""
+    """Return the planned trial (its configuration is a stand-in), the model, and notes on both."""
     if options.batch_size * (options.seq_length or 1) > _MAX_TOKENS:
         problem = f"--batch-size {options.batch_size}"
         if options.seq_length is not None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..config import recipe_file
+from ..config import axis_rows, recipe_file
 from ..config.deepspeed_config import paths_of
 from ..config.deepspeed_keys import top_level_keys
 from ..config.options import OPTIONS, Options
@@ -131,9 +131,8 @@ def _given_values(settings: Sequence[str], flags: Mapping[str, Any]) -> list[tup
             if name == "seq_length":  # a recipe may have it in either place
                 given.append((("dataset", "seq_len"), None))
             given.append((tuple(path.split(".")), _from_current_folder(name, flags[name])))
-    for text in flags.get("axes", ()):
-        name, _, texts = text.partition("=")
-        given.append((("axes", name), texts.split(",")))
+    for axis in axis_rows.read_axes(flags.get("axes", ())):
+        given.append((("axes", axis[0].axis_name), [value.text for value in axis]))
     for keys, value in map(recipe_file.parse_setting, settings):
         # Remedies name DeepSpeed's keys in the form of the scripts' --set.
         of_deepspeed = keys[0] in top_level_keys() and keys[0] not in Recipe.model_fields

@@ -126,8 +126,8 @@ def _kept_flags(flags: list[str], typed: argparse.Namespace) -> list[str]:
 def runs_comparison(options: Options) -> bool:
     """Return whether this process runs the comparison; if so, it takes over the ranks of the others.
 
-    On the other nodes of torchrun or DeepSpeed's launcher, the first process becomes the agent of its node and does not
-    return. Raises UsageError or PreflightError if the nodes cannot be used.
+    On the other nodes of a job (``job.find_nodes``), the first process becomes the agent of its node, and returns only
+    if the comparison ends before it needs ranks. Raises UsageError or PreflightError if the nodes cannot be used.
     """
     from ..launch.host_connections import agent_words  # here, so that --help stays fast
     from ..system import job

@@ -23,7 +23,7 @@ from .deepspeed_config import merge, nested, paths_of
 from .spec import Requirements
 
 MAX_ROWS = 64
-"""Maximum number of rows in a comparison."""
+"""Maximum number of rows that axes may make. Recipes are limited by ``sweep.MAX_TRIALS``."""
 # float() would also take nan, inf and 1_000.
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 # For remedies only: other spellings of a switch are refused.

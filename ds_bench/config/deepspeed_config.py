@@ -154,15 +154,15 @@ def complete_config(
             remedy="both must be whole numbers of 1 or more",
         )
     # train_batch_size counts each sequence-parallel group once, but every rank of a tensor-parallel one (config.py).
-    num_gpus = max(1, placement.num_gpus // sequence_parallel_size(config))
+    batch_ranks = max(1, placement.num_gpus // sequence_parallel_size(config))
     total = config.get("train_batch_size", micro * accum)
     # base_config writes the total of one GPU; a user's configuration may have the total of all GPUs.
-    if total not in (micro * accum, micro * accum * num_gpus):
+    if total not in (micro * accum, micro * accum * batch_ranks):
         raise UsageError(
-            f"train_batch_size {total} is not micro-batch {micro} × accumulation {accum} × {num_gpus} (data parallel)",
+            f"train_batch_size {total} is not micro-batch {micro} × accumulation {accum} × {batch_ranks} ranks",
             remedy="leave train_batch_size out, or make it agree with the other keys and --batch-size, --grad-accum",
         )
-    config |= {"gradient_accumulation_steps": accum, "train_batch_size": micro * accum * num_gpus}
+    config |= {"gradient_accumulation_steps": accum, "train_batch_size": micro * accum * batch_ranks}
     if workload.precision != "fp32" and not any(block in config for block in PRECISION_BLOCKS):
         config[workload.precision] = {"enabled": True}
     if not isinstance(config.get("optimizer"), dict):

@@ -482,8 +482,8 @@ def _buffer_findings(case: Case) -> Iterator[Finding]:
             f"stage3_max_live_parameters {format_count(live)} lets all {parameters} parameters of {model.name} stay "
             "gathered on every GPU, and stage 3 then saves little"
         )
-        least = _round_size(model.parameters / 10)
-        remedy = f"set stage3_max_live_parameters and stage3_max_reuse_distance to {least} or less"
+        most = _round_size(model.parameters / 10)
+        remedy = f"set stage3_max_live_parameters and stage3_max_reuse_distance to {most} or less"
         source = "runtime/zero/partitioned_param_coordinator.py"
         yield Finding("model-stays-gathered", "hint", path, reason, remedy, source)
     path = f"{ZERO}offload_param.buffer_size"

@@ -286,8 +286,8 @@ def options_of(recipe: Values, folder: Path, **run_flags: Any) -> Options:
         problem = "training.global_batch_size and training.grad_accum cannot be combined"
         raise UsageError(problem, remedy="give one of them: accumulation follows from the global batch")
     if values["global_batch_size"] is not None and values["batch_size"] == "auto":
-        problem = "training.global_batch_size with local_batch_size auto"
-        raise UsageError(problem, remedy="give grad_accum, or a local_batch_size in sequences")
+        problem = "training.global_batch_size cannot be combined with local_batch_size auto"
+        raise UsageError(problem, remedy="give grad_accum instead, or a local_batch_size in sequences")
     lengths = {path: recipe[path] for path in ("training.seq_len", "dataset.seq_len") if recipe[path] is not None}
     if len(set(lengths.values())) > 1:
         problem = " and ".join(f"{path} {length}" for path, length in lengths.items())

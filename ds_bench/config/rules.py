@@ -631,7 +631,7 @@ WRONG_TRAINING = (
          source="runtime/engine.py, _backward_prologue_per_tensor"),
     Rule("muon-updates-8463", "error", "optimizer.type", versions="<0.19.8", row="caveat",
          when=lambda case: case.optimizer == "muon" and (case.offload("optimizer") is not None or (
-             case.stage == 3 and case.value("gradient_accumulation_steps") != 1)),
+             case.stage == 3 and case.number("gradient_accumulation_steps", 1) > 1)),
          reason="before DeepSpeed 0.19.8 Muon computes wrong updates with an offloaded optimizer (issue 8463) and at "
                 "stage 3 with accumulation (issue 8443)",
          remedy="use DeepSpeed 0.19.8 or later", source="DeepSpeed#8463"),

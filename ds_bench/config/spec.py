@@ -210,13 +210,6 @@ class Requirements:
     min_nodes: int = 1
 
 
-def simplicity(layout: tuple[int, str, str]) -> tuple[int, int, int]:
-    """Sort key that puts the simplest configuration first: no offload before offload, then lower stages."""
-    stage, *devices = layout
-    optimizer, params = (DEVICES.index(device) for device in devices)
-    return max(optimizer, params), optimizer + params, stage
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
     """One thing to compare, a row of the table: a named DeepSpeed configuration, and what it changes in the workload.

@@ -1,4 +1,4 @@
-"""The catalogue of strategies, their configurations, and which row a user's text names."""
+"""The catalogue of strategies, their configurations, which of them is simpler, and which row a text names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from .deepspeed_config import base_config
-from .spec import Configuration, Device, Strategy
+from .spec import DEVICES, Configuration, Device, Strategy
 
 ZERO_STAGES: dict[int, Strategy] = {
     stage: Strategy(name=f"zero{stage}", label=f"ZeRO-{stage}", stage=stage) for stage in (0, 1, 2, 3)
@@ -75,6 +75,13 @@ def find_strategy(name: str, stage: int) -> Strategy | None:
     """Return the strategy of that name at that stage; None for an unknown one."""
     strategy = named_strategy(name, stage) if name in STRATEGY_NAMES else None
     return strategy if strategy is not None and strategy.stage == stage else None
+
+
+def simplicity(layout: tuple[int, str, str]) -> tuple[int, int, int]:
+    """Sort key that puts the simplest configuration first: no offload before offload, then lower stages."""
+    stage, *devices = layout
+    optimizer, params = (DEVICES.index(device) for device in devices)
+    return max(optimizer, params), optimizer + params, stage
 
 
 def make_configuration(

@@ -16,10 +16,10 @@ from typing import Any
 
 from . import stage_3, stages_0_to_2, torch_engines
 from .allocation_trace import ALLOCATE, BACKWARD, ENTER, FREE, GRADIENT, Event
-from .cuda_allocator import Block, CachingAllocator, OutOfMemoryError
 from .fit_verdict import DecidingPhase
 from .inputs import NORM_BYTES, MemoryInputs
 from .model_states import FP32_BYTES, flat_elements
+from .torch_allocators import Block, CachingAllocator, OutOfMemoryError
 
 _STEPS = 2
 """The first step makes the moments; from the second on allocations repeat."""

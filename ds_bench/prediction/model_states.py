@@ -19,11 +19,10 @@ stage  source
 
 from __future__ import annotations
 
-import math
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from ..config.spec import Configuration, Precision
+from .torch_allocators import largest_rounded_bytes
 
 Ledger = dict[str, dict[str, int]]
 """tier (``gpu``, ``cpu``, ``nvme``) → category → bytes per rank."""
@@ -56,22 +55,6 @@ class LedgerBuilder:
     def plus(self, **gpu_bytes: int) -> Ledger:
         """Return a copy of the ledger with further bytes on the GPU, by category."""
         return plus(self.ledger, **gpu_bytes)
-
-
-def allocator_options(variables: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the options of torch's allocators in the environment (c10/core/AllocatorConfig.h).
-
-    ``variables``: of a row, which its ranks set after those of the environment (``worker/measure.py``).
-    """
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    text = (variables or {}).get(names[1]) or next(filter(None, map(os.environ.get, names)), "")
-    return dict(each.partition(":")[::2] for each in text.replace(" ", "").split(","))
-
-
-def largest_rounded_bytes() -> float:
-    """Of a pinned buffer; infinite unless a variable limits it."""
-    limit = allocator_options().get("pinned_max_round_threshold_mb", "")
-    return int(limit) * 2**20 if limit.isdecimal() else math.inf
 
 
 def plus(ledger: Ledger, **gpu_bytes: int) -> Ledger:

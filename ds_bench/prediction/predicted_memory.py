@@ -26,7 +26,8 @@ from . import stage_3, stages_0_to_2, torch_engines
 from .fit_verdict import DOES_NOT_FIT, FITS, TIGHT, UNKNOWN, DecidingPhase, GpuNeed
 from .inputs import MemoryInputs, Phases, ZeroSettings, unpredicted_settings
 from .model_profile import ModelProfile, variant_of
-from .model_states import FP32_BYTES, Ledger, LedgerBuilder, largest_rounded_bytes, plus
+from .model_states import FP32_BYTES, Ledger, LedgerBuilder, plus
+from .torch_allocators import largest_rounded_bytes
 
 CONTEXT_BYTES = from_gb(0.3)
 """Assumed per GPU: CUDA context and kernels, outside torch's allocator, where kernels are loaded when first used (CUDA

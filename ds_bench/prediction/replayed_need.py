@@ -17,8 +17,8 @@ from .allocation_trace import Event, TraceVariant
 from .fit_verdict import GpuNeed
 from .inputs import MemoryInputs
 from .model_profile import ModelProfile, Variant, variant_of
-from .model_states import allocator_options
 from .predicted_memory import WORKSPACES, Prediction, inputs_of, predict
+from .torch_allocators import allocator_options
 
 ReplayMode = Literal["near", "never", "always"]
 """Which rows are replayed: those near the GPU's memory, none, or all."""

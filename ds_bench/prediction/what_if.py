@@ -13,7 +13,8 @@ from typing import Any
 
 from ..config import axes, deepspeed_config, strategies
 from ..config.deepspeed_config import overlay
-from ..config.spec import Configuration, Placement, Workload, simplicity
+from ..config.spec import Configuration, Placement, Workload
+from ..config.strategies import simplicity
 from ..units import format_items
 from .fit_verdict import DOES_NOT_FIT, FITS, TIGHT
 from .model_profile import ModelProfile

@@ -14,7 +14,8 @@ from ..config import deepspeed_config
 from ..config.caveats import CPU_KINDS, CaveatKind, has_kind
 from ..config.deepspeed_config import paths_of
 from ..config.options import GOALS
-from ..config.spec import SAME_TRAINING_FIELDS, SEARCH_ACCURACY, Workload, simplicity
+from ..config.spec import SAME_TRAINING_FIELDS, SEARCH_ACCURACY, Workload
+from ..config.strategies import simplicity
 from ..errors import UsageError
 from ..records import schema
 from .message_templates import Fact

@@ -356,7 +356,7 @@ def connect_nodes(nodes: LaunchedNodes) -> None:
             if not patience.lasts(f"waiting at {nodes.where} for {who}"):
                 only = f", which only this machine reaches ({_addresses[0]})," if _is_loopback(_addresses[0]) else ""
                 raise PreflightError(
-                    f"{who} did not connect to {nodes.where}{only}, within {WAIT_SECONDS:.0f} s",
+                    f"{who} did not connect to {nodes.where}{only} within {WAIT_SECONDS:.0f} s",
                     remedy="start the same command on every node and open this port between them, or start one process "
                     "with --hostfile FILE",
                 )

@@ -25,9 +25,9 @@ from ds_bench.models.architectures import read_architecture
 from ds_bench.models.presets import ModelFacts
 from ds_bench.prediction import allocation_replay, allocation_trace
 from ds_bench.prediction.allocation_trace import TraceVariant
-from ds_bench.prediction.cuda_allocator import Block, CachingAllocator
 from ds_bench.prediction.formula_profile import formula_profile
 from ds_bench.prediction.predicted_memory import inputs_of
+from ds_bench.prediction.torch_allocators import Block, CachingAllocator
 from tests.support.fakes import offload, placement, workload, zero
 from tests.support.real_trials import ROOT
 from tests.support.simulated_card import CardPlan, write_plans

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ds_bench.launch.ops import OpState
-from ds_bench.prediction.cuda_allocator import LARGE_SEGMENT_BYTES
+from ds_bench.prediction.torch_allocators import LARGE_SEGMENT_BYTES
 from tests.support.real_trials import ROOT, gone_within, rows_of
 from tests.support.simulated_card import CardPlan, gpu_statements, write_plans
 from tests.support.simulated_card.nvml import WATTS

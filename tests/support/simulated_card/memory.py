@@ -12,7 +12,7 @@ import time
 import weakref
 from typing import Any
 
-from ds_bench.prediction.cuda_allocator import Block, CachingAllocator, OutOfMemoryError
+from ds_bench.prediction.torch_allocators import Block, CachingAllocator, OutOfMemoryError
 
 from . import CardPlan, read_plans, simulated_folder, usage_file, visible_cards
 from .nvml import SimulatedCard

@@ -1,13 +1,17 @@
-"""Simulates torch's caching allocator for CUDA: which segments it takes for a sequence of allocations.
+"""torch's allocators: the caching allocator for CUDA, simulated; how pinned host memory is rounded; and their options.
 
-The rules come from torch 2.13, ``c10/cuda/CUDACachingAllocator.cpp`` with its defaults: round_size,
-get_allocation_size, get_free_block (best fit), should_split, free_block (merges with free neighbors), and
-release_cached_blocks, which gives whole free segments back before memory runs out. A block belongs to one stream.
+The simulation finds the segments that a sequence of allocations takes. Its rules come from torch 2.13,
+``c10/cuda/CUDACachingAllocator.cpp`` with its defaults: round_size, get_allocation_size, get_free_block (best fit),
+should_split, free_block (merges with free neighbors), and release_cached_blocks, which gives whole free segments back
+before memory runs out. A block belongs to one stream.
 """
 
 from __future__ import annotations
 
+import math
+import os
 from bisect import bisect_left, insort
+from collections.abc import Mapping
 
 _MIB = 2**20
 MIN_BLOCK_BYTES = 512
@@ -221,3 +225,19 @@ class CachingAllocator:
             end_block.is_free = False
             self._last[kind] = left[-1][3] if tail else end_block
         return left
+
+
+def allocator_options(variables: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the options of torch's allocators in the environment (c10/core/AllocatorConfig.h).
+
+    ``variables``: of a row, which its ranks set after those of the environment (``worker/measure.py``).
+    """
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    text = (variables or {}).get(names[1]) or next(filter(None, map(os.environ.get, names)), "")
+    return dict(each.partition(":")[::2] for each in text.replace(" ", "").split(","))
+
+
+def largest_rounded_bytes() -> float:
+    """Of a pinned buffer; infinite unless a variable limits it."""
+    limit = allocator_options().get("pinned_max_round_threshold_mb", "")
+    return int(limit) * 2**20 if limit.isdecimal() else math.inf

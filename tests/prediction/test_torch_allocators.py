@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_bench.prediction.cuda_allocator import Block, CachingAllocator, OutOfMemoryError
+from ds_bench.prediction.torch_allocators import Block, CachingAllocator, OutOfMemoryError
 
 MIB = 2**20
 
