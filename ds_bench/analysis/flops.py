@@ -1,4 +1,4 @@
-"""Floating-point operations (FLOPs) per token, peak rates of devices, and model FLOPs utilization (MFU).
+"""Floating-point operations (FLOPs) per token, and model FLOPs utilization (MFU).
 
 FLOPs are computed from the model's shape, never measured; a multiply-add counts as two. Conventions differ by 3 to 16 %
 on common models, so each number is stored with its convention; do not compare numbers of different conventions.

@@ -1,4 +1,4 @@
-"""The hosts of a comparison, from a hostfile or a job: slots, the command that reaches them, forwarded variables."""
+"""The hosts of a comparison, from a hostfile or as ``system.job`` found them: their slots and how they are reached."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Watches a running trial through its files, with a few system calls five times a second.
+"""Watches a running trial through its files, until it ends, stalls or runs out of time.
 
-``watch`` decides when a trial has ended. ``StepMonitor`` writes its steps to ``steps.jsonl`` and TensorBoard files.
+``watch`` looks five times a second, with a few system calls. ``StepMonitor`` writes its steps to ``steps.jsonl`` and
+TensorBoard files.
 """
 
 from __future__ import annotations

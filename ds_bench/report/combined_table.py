@@ -1,4 +1,4 @@
-"""Tables over several comparisons: throughput by model and strategy, times by model and pass, answers of a sweep."""
+"""Tables over several comparisons: of a sweep by model and strategy, and of ``model-size`` by size and pass."""
 
 from __future__ import annotations
 

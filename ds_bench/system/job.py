@@ -1,11 +1,11 @@
-"""The job that this process is part of, if a launcher, an engine, MPI or Slurm's srun started it as one of several.
+"""The job that this process is part of, from the variables of Slurm, MPI, torchrun and others: its nodes and tasks.
 
-One of these processes runs the comparison and starts the ranks itself. On one node, and if srun reaches the others, the
-other processes end at once. If an engine started this command on every node (torchrun, DeepSpeed's launcher, a
-PyTorchJob or Volcano job, ``srun`` inside a container), the first process listens at MASTER_ADDR. The first process of
-every other node connects to it and is then replaced by the node's agent (``launch.host_agent``), which reads requests
-from that connection. Both sides prove that they know the job's secret, torchrun's ``--rdzv-id`` or DS_BENCH_SECRET,
-without sending it.
+If the job started several processes, one of them runs the comparison and starts the ranks itself. On one node, and if
+srun reaches the others, the other processes end at once. If an engine started this command on every node (torchrun,
+DeepSpeed's launcher, a PyTorchJob or Volcano job, ``srun`` inside a container), the first process listens at
+MASTER_ADDR. The first process of every other node connects to it and is then replaced by the node's agent
+(``launch.host_agent``), which reads requests from that connection. Both sides prove that they know the job's secret,
+torchrun's ``--rdzv-id`` or DS_BENCH_SECRET, without sending it.
 
 Sources: torchrun's environment variables, Open MPI's ``mpirun(1)``, the environment of a process that Hydra started
 (``mpiexec`` of MPICH 5.0 and Intel MPI 2021.19), "Output environment variables" in ``srun(1)`` and ``sbatch(1)``.

@@ -197,6 +197,8 @@ def test_names_of_other_programs_mean_the_flag_wherever_it_is_and_are_in_the_hel
     for words in (["--bf16", "--fp16"], ["--max_seq_length", "8", "--seq-length", "9"]):
         with pytest.raises(UsageError, match=f"{words[0]} and .* set the same flag"):
             PARSERS["zero"].parse_args(words)
+    with pytest.raises(UsageError, match="neither True nor False"):
+        PARSERS["zero"].parse_args(["--bf16=0"])
     # After -- stand the arguments of the user's script.
     script = commands.parse(["run", "--configs", "a", "--", "train.py", "--bf16", "True"])[1]["script"]
     assert script == ("train.py", "--bf16", "True")

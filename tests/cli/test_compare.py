@@ -237,6 +237,9 @@ def test_explain_compares_rows_of_two_results(tmp_path: Path, capsys: pytest.Cap
     assert text.count("compared with") == 1
     (line,) = [line for line in text.splitlines() if line.startswith("reduce_bucket_size")]
     assert line.split()[1:3] == ["5e8", "5e6"]
+    first = " ".join(text.split()).partition("compared with ")[2].partition(" · ")[0]
+    for a, b in ((first, "zero2"), ("zero2", first)):  # a name takes whichever of its rows the other does not
+        assert main(["explain", a, b, one, bucket]) == 0, capsys.readouterr().err
 
 
 def test_a_script_in_two_environments_has_a_ratio_and_another_script_has_none(tmp_path: Path) -> None:
