@@ -26,7 +26,8 @@ class DsBenchError(Exception):
 
     def __str__(self) -> str:
         # Only the first letter changes, so that no remedy may begin with a command.
-        line = f"{self.problem}. {self.remedy[:1].upper()}{self.remedy[1:]}" if self.remedy else self.problem
+        end = "" if self.problem.endswith(("?", ".")) else "."
+        line = f"{self.problem}{end} {self.remedy[:1].upper()}{self.remedy[1:]}" if self.remedy else self.problem
         return " ".join(line.split())
 
 

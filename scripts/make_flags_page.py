@@ -75,7 +75,7 @@ def _rows(actions: list[argparse.Action]) -> Iterator[str]:
         choices = "\\|".join(map(str, action.choices)) if action.choices else ""
         value = "" if action.nargs == 0 else action.metavar or choices or action.dest
         several = "…" if action.nargs == "+" else ""
-        flag = " ".join(filter(None, [*action.option_strings, f"{value}{several}"]))
+        flag = " ".join(filter(None, [", ".join(action.option_strings), f"{value}{several}"]))
         meaning = str(action.help).replace("*", r"\*").replace("|", r"\|")
         yield f"| `{flag}` | {meaning} |"
 

@@ -181,7 +181,10 @@ def _print_verdicts(verdicts: Sequence[BaselineComparison]) -> None:
         "missing": missing,
         "too noisy to judge": sum(verdict.noisy for verdict in verdicts),
         "not comparable": sum(not verdict.comparable for verdict in verdicts),
-        "without a baseline": sum(verdict.comparable and verdict.baseline is None for verdict in verdicts),
+        "without a baseline": sum(verdict.unmatched for verdict in verdicts),
+        "failed without a baseline": sum(
+            verdict.comparable and verdict.baseline is None and not verdict.unmatched for verdict in verdicts
+        ),
     }
     counts = [f"{count} {text}" for text, count in optional.items() if count]
     terminal.print_text("; ".join([f"{compared} compared, {regressed} regressed", *counts]))

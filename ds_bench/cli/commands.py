@@ -39,7 +39,7 @@ except KeyboardInterrupt:  # Ctrl-C while these modules are loaded
     sys.exit(130)
 
 Flags = Mapping[str, Mapping[str, Any]]
-"""Flag or positional argument → the arguments of ``add_argument``."""
+"""Flag, with its other names after a space, or positional argument → the arguments of ``add_argument``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +116,7 @@ def _add_commands(parser: argparse.ArgumentParser, kind: str, commands: Mapping[
             continue
         sizes = added.add_mutually_exclusive_group() if "--model-sizes" in command.flags else added
         for flag, facts in command.flags.items():
-            (sizes if flag.startswith("--model-size") else added).add_argument(flag, **facts)
+            (sizes if flag.startswith("--model-size") else added).add_argument(*flag.split(), **facts)
         added.set_defaults(run=command)
         if name == "run":
             add_flags_over_recipe(added)
@@ -273,8 +273,8 @@ COMMANDS: Mapping[str, Command] = {
                     **_RESULTS, **_BASELINES,
                     "--fail-on": {"type": names_from(*FAIL_ON), "default": FAIL_ON_DEFAULT, "metavar": "REASON,...",
                                   "help": "reasons to exit 3: regression, missing (a row of the saved run that the "
-                                          "result lacks), unmatched (a row without a baseline), noisy (default: all "
-                                          "but noisy)"},
+                                          "result lacks), unmatched (a row that trained but has no baseline), noisy "
+                                          "(default: all but noisy)"},
                     **_JSON, **_JUNIT,
                 },
             ),
@@ -324,7 +324,7 @@ COMMANDS: Mapping[str, Command] = {
             "--context-length": {**_INTEGER, "type": number(int, {"ge": 2}),
                                  "help": "tokens per sequence (default: 512)"},
             "--batch-size": {**_INTEGER, "default": 4, "help": "sequences per pass (default: 4)"},
-            "--measure-steps": {**_INTEGER, "default": 10, "help": "measured steps (default: 10)"},
+            "--measure-steps --num-steps": {**_INTEGER, "default": 10, "help": "measured steps (default: 10)"},
             "--warmup-steps": {**_INTEGER, "type": number(int, {**COUNT, "ge": 0}), "default": 5,
                                "help": "steps run first and left out of all statistics; 0 shows their effect "
                                        "(default: 5)"},
@@ -352,7 +352,7 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "explain": Command(
         purpose="explain why one row needs more memory or time than another",
-        examples=("zero2 zero3", f"none cpu_optimizer {_RUN} --json"),
+        examples=("zero2 zero3", "none cpu_optimizer results/runs/offload_20261122_093000 --json"),
         function="compare:show_explanation",
         flags={
             "a": {"metavar": "A", "help": "a row: its name, label or stage, such as zero2 or cpu_optimizer"},

@@ -246,6 +246,10 @@ def changes_of(
         changed.pop(key, None)
     for key in ("stage", *OFFLOAD_BLOCKS):
         block_of(changed, "zero_optimization").pop(key, None)
+    if trained_precision(config, "fp32") != "fp32":  # a block that is off, beside the one that is on, sets nothing
+        for key in PRECISION_BLOCKS:
+            if block_of(changed, key).get("enabled") is False:
+                del changed[key]
     return {key: value for key, value in changed.items() if value != {}}
 
 

@@ -69,9 +69,9 @@ class Difference:
 
 
 def format_fact(value: object) -> str:
-    """Format a value: ``none``, ``true``, ``4``, ``2, 2``."""
+    """Format a value: ``unset``, ``true``, ``4``, ``2, 2``."""
     if value is None:
-        return "none"
+        return "unset"
     if isinstance(value, bool):
         return str(value).lower()
     return ", ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)

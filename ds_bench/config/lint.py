@@ -234,6 +234,8 @@ def _old_name(
     if not deprecated["sets"]:
         remedy = f"set pin_memory in {use}" if "pin_memory" in place else f"use {use}"
         return Finding("old-name", "warning", place, "DeepSpeed no longer reads it", remedy, source)
+    if "cpu_offload" in place and values[place.rpartition(".")[2]] is False:
+        return Finding("old-name", "warning", place, f"an old name, where false means no {use}", "remove it", source)
     names = {use, *(name for name, entry in known.items() if entry.get("same_as") == use)}
     use = next((name for name in names if name.startswith("stage3_")), use)  # the usual name
     if names & values.keys():

@@ -43,7 +43,7 @@ class RecipeText:
     """Its folder; paths in the recipe are relative to it."""
     data: Data
     lines: dict[KeyPath, int] = field(default_factory=dict)
-    """Path of each key and list item → its line, from 1."""
+    """Path of each key and list item → its line, from 1; 0 for a value from the command line."""
 
     @classmethod
     def of_stored(cls, stored: Mapping[str, Any]) -> RecipeText:
@@ -51,11 +51,11 @@ class RecipeText:
         return cls(name="", folder=Path(str(stored.get("folder"))), data=stored["values"])
 
     def place(self, path: KeyPath) -> str:
-        """Return ``recipe.yaml, line 4: `` for a key path or the nearest block around it; empty without a file."""
+        """Return ``recipe.yaml, line 4: `` for a key path or the nearest block around it; empty if not from a file."""
         while path and path not in self.lines:
             path = path[:-1]
         line = f", line {self.lines[path]}" if path else ""
-        return f"{self.name}{line}: " if self.name else ""
+        return f"{self.name}{line}: " if self.name and self.lines.get(path) != 0 else ""
 
     def error(self, path: KeyPath, problem: str, remedy: str) -> UsageError:
         """Return the error about a key path, with its place."""
@@ -124,7 +124,8 @@ def with_value(text: RecipeText, path: KeyPath, value: Any) -> RecipeText:
     sweep = data.get("sweep")
     if isinstance(sweep, dict) and isinstance(matrix := sweep.get("matrix"), dict):
         matrix.pop(".".join(map(str, path)), None)
-    return replace(text, data=data, lines={key: line for key, line in text.lines.items() if key[: len(path)] != path})
+    lines = {key: line for key, line in text.lines.items() if key[: len(path)] != path}
+    return replace(text, data=data, lines={**lines, path: 0})
 
 
 def _refuse(name: str, place: Any, problem: str, remedy: str) -> NoReturn:

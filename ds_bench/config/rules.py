@@ -301,7 +301,7 @@ _REFUSED_IN_ROWS = (
          remedy="use zero_optimization.stage 1, 2 or 3, or remove the block", source="ops/adam/cpu_adam.py"),
     Rule("stage-0-offload-of-another-optimizer", "warning", "zero_optimization.offload_optimizer", row="ignored",
          when=lambda case: _offloads_at_stage_0(case) and not case.has_cpu_optimizer,
-         reason="stage 0 does not offload {optimizer}",
+         reason="stage 0 offloads only optimizers that DeepSpeed has for the CPU, not {optimizer}",
          remedy="use zero_optimization.stage 1, 2 or 3, or remove the block", source=_ENGINE),
     Rule("offload-param-below-stage-3", "warning", "zero_optimization.offload_param", row="ignored",
          when=lambda case: case.stage in (0, 1, 2) and case.offload("param") is not None,
@@ -382,7 +382,7 @@ _REFUSED_IN_ROWS = (
     Rule("hpz-partition-size", "error", "zero_optimization.zero_hpz_partition_size", row="refusal",
          when=lambda case: (case.stage == 3 and type(size := case.value(f"{ZERO}zero_hpz_partition_size", 1)) is int
                             and case.ranks is not None and size > 1 and case.ranks % min(size, case.ranks) != 0),
-         stops_when=TRAINING_STARTS, reason="zero_hpz_partition_size does not divide the {ranks} ranks",
+         stops_when=TRAINING_STARTS, reason="zero_hpz_partition_size does not divide the number of ranks, {ranks}",
          remedy="give a divisor of the number of ranks, such as the GPUs of one node", source="utils/groups.py"),
 )
 
@@ -474,7 +474,7 @@ _OF_FILES = (
          reason='DeepSpeed takes "auto" or a list of name patterns', remedy="give a list of text", source=_CONFIG),
     Rule("ratio-below-stage-3", "error", f"{OPTIMIZER}ratio",
          when=lambda case: case.stage in (0, 1, 2) and case.number(f"{OPTIMIZER}ratio", 1.0) < 1.0,
-         reason="DeepSpeed refuses a ratio below 1 below stage 3",
+         reason="DeepSpeed accepts a ratio below 1 at stage 3 only",
          remedy="set zero_optimization.stage to 3, or remove it", source="runtime/zero/config.py"),
     Rule("no-gradient-norm-at-this-stage", "error", f"{ZERO}compute_grad_norm",
          when=lambda case: case.stage in (0, 3) and _skips_gradient_norm(case),

@@ -36,7 +36,7 @@ def unknown_to_replay(inputs: MemoryInputs) -> str | None:
     settings, profile, on_deepspeed = inputs.settings, inputs.profile, inputs.engine == "deepspeed"
     reasons = {
         "frozen parameters in FSDP2": bool(profile.frozen) and inputs.engine == "fsdp2",
-        "layers of several kinds": profile.layers < 2 or not (profile.layer or profile.frozen),
+        "layers that are not all alike": profile.layers < 2 or not (profile.layer or profile.frozen),
         "accumulation in FSDP2": inputs.engine == "fsdp2" and inputs.grad_accum > 1,
         "passes without an optimizer": inputs.pass_type != "train",
         "gradients in another number format": on_deepspeed

@@ -374,7 +374,7 @@ class _Activations:
 
 def _activations(inputs: MemoryInputs, workload: Workload, ds_config: Mapping[str, Any]) -> _Activations:
     if sequence_parallel_size(ds_config) > 1:
-        return _Activations(unknown="what sequence parallelism exchanges is not counted")
+        return _Activations(unknown="the buffers that sequence parallelism exchanges are not modeled")
     if workload.compile != "none" or is_deepcompiled(ds_config):
         return _Activations(unknown="the compiler decides what a compiled model keeps for its backward pass")
     on_deepspeed = inputs.engine == "deepspeed"

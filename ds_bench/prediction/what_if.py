@@ -186,6 +186,9 @@ def with_settings(planned: PlannedTrial, settings: Settings) -> PlannedTrial:
         if name == "strategy":
             now, workload, strategy = planned.configuration, planned.workload, strategies.named_strategy(value)
             own = deepspeed_config.changes_of(now.deepspeed_config, now, workload, planned.placement)
+            # Whole blocks: one without ``enabled``, or a single one that is off, would mean fp32.
+            blocks = deepspeed_config.PRECISION_BLOCKS
+            own |= {name: block for name in blocks if (block := now.deepspeed_config.get(name)) is not None}
             base = deepspeed_config.base_config(strategy, workload.batch_size, workload.grad_accum)
             configuration = strategies.make_configuration(strategy, overlay(base, own), now.workload_changes)
             planned = replace(planned, configuration=replace(configuration, variables=now.variables))

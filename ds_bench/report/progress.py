@@ -149,7 +149,7 @@ def count_line(plan: RunPlan) -> str:
         named = [f"{number:,} {name}{'s' if number > 1 else ''}" for number, name in factors if number > 1]
         count = " × ".join(named) + f" = {count}" if len(named) > 1 else count
     idle = sum(trial.not_launched for trial in trials)
-    return f"{count}, {idle:,} of them predicted not to fit or unsupported" if idle else count
+    return f"{count}, of which {idle:,} will not run: predicted far too large, or unsupported" if idle else count
 
 
 def run_plan_lines(plan: RunPlan, most: int) -> list[str]:

@@ -33,10 +33,10 @@ _PIECE_ELEMENTS = 2**22
 _UNSUPPORTED = (NotImplementedError, AssertionError, ValueError, TypeError, KeyError, AttributeError, IndexError)
 """What DeepSpeed raises on every rank alike where it cannot do something. Any other exception, such as of a full disk,
 may hit a single rank: it ends the trial, whose measured steps are stored."""
-_TITLES = {
-    "save": "saving a checkpoint",
-    "load": "loading it",
-    "model_16bit": "saving the 16-bit model",
+_NOT_DONE = {
+    "save": "no checkpoint was saved",
+    "load": "the checkpoint was not loaded",
+    "model_16bit": "the 16-bit model was not saved",
 }
 _SMALL_STATES = (
     ": with the optimizer on NVMe DeepSpeed loads only the swap files, and tensors too small to be swapped keep the "
@@ -80,7 +80,7 @@ def measure_checkpoint(
                 not_done = f"{type(error).__name__}: {' '.join(str(error).split())[:_MAX_REASON_LENGTH]}"
             except (OSError, RuntimeError) as error:
                 if disk_is_full(str(folder)):  # torch's own message does not say so
-                    text = f"no space left for {_TITLES[name]}, in --checkpoint-path or the folder of the results"
+                    text = f"no space left in --checkpoint-path or the folder of the results: {_NOT_DONE[name]}"
                     raise OSError(errno.ENOSPC, text) from error
                 raise
             training_loop.synchronize(trainer.accelerator)
@@ -93,7 +93,7 @@ def measure_checkpoint(
             if files is not None and first:
                 facts["written_bytes"] = sum(path.stat().st_size for path in files.rglob("*") if path.is_file())
         elif first:
-            result["notes"].append(f"{_TITLES[name]} was not done: {not_done}")
+            result["notes"].append(f"{_NOT_DONE[name]}: {not_done}")
         result["checkpoint"][name] = facts
         save_partial({**measured, **result})
         return not_done is None

@@ -123,7 +123,7 @@ def test_of_two_models_only_the_facts_that_differ_are_named() -> None:
     assert between(gpu(of=ours), gpu(of=theirs)) == [
         "model_config.n_layer 2 vs 4",
         "model_config.rope.theta 1 vs 2",
-        "model_config.bias none vs false",
+        "model_config.bias unset vs false",
     ]
 
 
@@ -148,7 +148,7 @@ def test_what_the_engine_ran_counts_and_not_what_the_flags_said(subtests: pytest
         ({"torch_version": "2.11.0"}, "torch 2.13.0 vs 2.11.0"),
         ({"deepspeed_version": "0.18.0"}, "deepspeed 0.19.8 vs 0.18.0"),
         ({"device_name": "NVIDIA A100"}, "device 2 x NVIDIA H100 80GB HBM3 vs 2 x NVIDIA A100"),
-        ({"dropout": 0.5}, "dropout none vs 0.5"),
+        ({"dropout": 0.5}, "dropout unset vs 0.5"),
     ):
         with subtests.test(said):
             assert between(gpu(), gpu(3), **changes) == [said]
@@ -178,7 +178,7 @@ def test_a_dropout_that_was_asked_for_and_the_same_as_the_models_own_are_alike()
     asked, without = (replace(gpu(), workload=fakes.workload(dropout=dropout)) for dropout in (0.1, 0.0))
     assert incomparable_facts(own, fakes.success(asked, dropout=0.1)) == []
     assert incomparable_facts(own, fakes.success(without, dropout=0.0)) == ["dropout 0.1 vs 0.0"]
-    assert incomparable_facts(own, fakes.failure(without)) == ["dropout none vs 0.0"]
+    assert incomparable_facts(own, fakes.failure(without)) == ["dropout unset vs 0.0"]
 
 
 def test_fp32_under_tf32_does_not_compare_with_fp32_and_other_formats_do_not_care() -> None:

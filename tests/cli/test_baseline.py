@@ -66,7 +66,12 @@ CHECKS: dict[str, tuple[list[list[TrialRecord]], list[list[TrialRecord]], int | 
     "no longer runs": ([ran()], [failed()], 3, "1 compared, 1 regressed"),
     "missing row": ([ran(), ran(stage=2)], [ran()], 3, "1 compared, 0 regressed; 1 missing"),
     "row without a baseline": ([ran()], [ran(), ran(stage=3)], 3, "1 compared, 0 regressed; 1 without a baseline"),
-    "failed before and after": ([ran(), failed(0)], [ran(), failed(0)], 0, "1 compared, 0 regressed; "),
+    "failed before and after": (
+        [ran(), failed(0)],
+        [ran(), failed(0)],
+        0,
+        "1 compared, 0 regressed; 1 failed without a baseline",
+    ),
     "one row does not compare": (
         [ran(), ran(stage=2)],
         [ran(), ran(stage=2, optimizer_class="SGD")],

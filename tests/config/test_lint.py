@@ -124,6 +124,8 @@ def test_a_remedy_fits_the_key(subtests: pytest.Subtests) -> None:
         ({"zero_optimization": {"stage": 1, "disable_allgather": True}}, "hint", None),
         ({"bf16": {"initial_scale_power": 16}}, "error", "remove it; it is a key of fp16"),
         ({"compile": {"backend": "inductor"}}, "error", "give it to engine.compile()"),
+        (zero(2, cpu_offload=True), "warning", 'write "offload_optimizer": {"device": "cpu"}'),
+        (zero(2, cpu_offload=False), "warning", "remove it"),
         (zero(3, gradient_clipping=1.0), "error", "it belongs at the top level"),
         ({"zero_optimization": {"stage": [0, 1]}}, "error", "give 0, 1, 2 or 3"),
         ({"train_micro_batch_size_per_gpu": "SIZE"}, "error", "give a number"),

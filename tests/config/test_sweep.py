@@ -36,9 +36,12 @@ def test_lists_the_matrix_and_its_entries_make_the_points() -> None:
 
 
 def test_a_value_set_by_a_flag_replaces_its_list() -> None:
-    read = parse_recipe("training: {steps: [1, 2]}\nsweep: {matrix: {training.seq_len: [8, 16]}}")
+    text = "training: {steps: [1, 2]}\nsweep: {matrix: {training.seq_len: [8, 16]}}"
+    read = parse_recipe(text, "r.yaml")
+    assert read.place(("training", "seq_len")) == "r.yaml, line 1: "
     for path, value in ((("training", "seq_len"), 32), (("training", "steps"), 3), (("output", "goal"), "speed")):
         read = with_value(read, path, value)
+    assert read.place(("training", "seq_len")) == ""  # the file is not to blame
     found = find_sweep(read)
     assert found.points() == [{}]
     assert found.base["training"] == {"seq_len": 32, "steps": 3}

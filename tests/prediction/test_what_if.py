@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_bench.config.deepspeed_config import overlay
 from ds_bench.config.spec import Configuration
 from ds_bench.prediction.fit_verdict import DOES_NOT_FIT, FITS, TIGHT
 from ds_bench.prediction.model_profile import Activations, Polynomial, find_profile
@@ -36,6 +38,14 @@ def test_min_gpus_is_enough_and_one_less_is_not() -> None:
     assert min_gpus(replace(question, ranks_per_node=6), 22 * GB) == 24  # 23 are enough
     ten = replace(llama(zero(3), 10), ranks_per_node=8)
     assert min_gpus(ten, 29 * GB) == 10  # its own number fits, though whole nodes would be 16
+
+
+@pytest.mark.parametrize("more", [{"fp16": {"enabled": False}}, {"bf16": {"immediate_grad_update": True}}])
+def test_another_strategy_trains_in_the_precision_of_the_file(more: dict[str, Any]) -> None:
+    blocks = overlay({"bf16": {"enabled": True}}, more)
+    from_file = replace(zero(3), deepspeed_config={**zero(3).deepspeed_config, **blocks})
+    changed, usual = (with_settings(llama(each), {"strategy": "zero2"}) for each in (from_file, zero(3)))
+    assert changed.predict().ledger["gpu"]["parameters"] == usual.predict().ledger["gpu"]["parameters"]
 
 
 @settings(max_examples=30, deadline=None)
