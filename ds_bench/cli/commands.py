@@ -197,7 +197,7 @@ COMMANDS: Mapping[str, Command] = {
             "--quick": {**_ON, "help": "judge rows near the GPU's limit by a rule, without replaying allocations"},
             "--exact": {**_ON, "help": "replay the allocations of every row that can be replayed (seconds)"},
             "--export": {**_FOLDER, "help": "write the configuration of each row that fits or is tight to this folder"},
-            "--online": {**_ON, "help": "also look up on the Hub names that have no organization, such as gpt2"},
+            "--online": {**_ON, "help": "also look up names without an organization on the Hub, such as distilgpt2"},
             "--trust-remote-code": flag_of("trust_remote_code"),
             "--verbose": {**_ON, "help": "also print memory by category, and assumptions"},
             "--json": {**_ON, "help": "print JSON with sizes in bytes"},
