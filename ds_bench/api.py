@@ -436,6 +436,8 @@ def plan(**keywords: Unpack[PlanKeywords]) -> Plan:
     arguments = [word for flag, value in flags_of_keywords.items() for word in _flag(flag, value)]
     _, flags = commands.parse(["plan", *arguments])
     predicted, notes = predict_plan(plan_options(**flags))
+    if not predicted.rows:
+        raise UsageError("; ".join(notes), remedy="measure it with ds_bench.run")
     rows = (
         PlannedRow(
             strategy=row.configuration.name,

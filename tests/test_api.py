@@ -187,7 +187,7 @@ def test_html_of_a_result_and_of_a_plan_executes_nothing(scripted: ScriptedRun, 
     assert set(re.findall(r"<(\w+)", shown + planned)) == {"div", "p", "b", "table", "thead", "tbody", "tr", "th", "td"}
 
 
-def test_a_plan_has_the_rows_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_has_the_rows_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = ds_bench.plan(
         model="gpt2", gpu="8GB", num_gpus=4, strategies=["zero2", "cpu_full"], max_batch=True, min_gpus=False
     )
@@ -205,6 +205,13 @@ def test_a_plan_has_the_rows_of_the_command(capsys: pytest.CaptureFixture[str]) 
     assert plan.answer.startswith("4 × 8 GB:")
     with pytest.raises(ds_bench.UsageError, match="--num-gpus"):
         ds_bench.plan(num_gpus=0)
+    with pytest.raises(ds_bench.UsageError, match="has no keyword axes"):
+        ds_bench.plan(axes={"overlap_comm": [True]})  # type: ignore[call-arg]
+    (file := tmp_path / "tp.json").write_text(
+        '{"zero_optimization": {"stage": 1}, "tensor_parallel": {"autotp_size": 2}}'
+    )
+    with pytest.raises(ds_bench.UsageError, match="do not cover AutoTP"):
+        ds_bench.plan(num_gpus=2, configs=[str(file)])
 
 
 def test_the_examples_of_the_page_run(scripted: ScriptedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

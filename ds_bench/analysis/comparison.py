@@ -46,7 +46,7 @@ class ComparisonRow:
     """One row: a configuration with its repeats. Figures are for the whole job unless noted; None if not measured."""
 
     key: str
-    """Hash of the trial with repeat 0. If runs of one trial are not comparable (another GPU, other versions),
+    """``identity.row_key`` of its first trial. If runs of one trial are not comparable (another GPU, other versions),
     the keys of the later rows end in ``-2``, ``-3`` and so on (``comparability.group_repeats``)."""
     label: str
     """Short text for tables, unique within the comparison."""
@@ -229,8 +229,8 @@ def compare(
     # Rows of several results are compared here for the first time; caveats already found within one result are not
     # repeated.
     rows = pooled_rows(with_loss_caveats(runs))
-    # chosen: the row that ratios should refer to. reference: the row that decides which rows are comparable; it is
-    # chosen unless that has no numbers.
+    # chosen: the row that ratios should refer to. reference: the row that decides which rows are comparable; the
+    # same row unless chosen has no numbers.
     requested = next(iter(rows if relative_to is None else rows_called(rows, relative_to)), None)
     if requested is None and rows:
         choices = ", ".join(dict.fromkeys(row.configuration.name for row in rows))
@@ -341,7 +341,7 @@ def _first_valid_row(rows: Sequence[ComparisonRow], first: ComparisonRow | None)
 def _relative_to_baseline(
     rows: Sequence[ComparisonRow], baseline: ComparisonRow | None, reference: ComparisonRow | None
 ) -> Iterator[ComparisonRow]:
-    """The rows with ratios to the baseline; without a baseline only with the fields that forbid a ratio."""
+    """The rows with ratios to the baseline or the facts that forbid one; without a baseline, with ``ratios`` alone."""
     if reference is None:
         return
 

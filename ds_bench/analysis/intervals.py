@@ -21,7 +21,7 @@ ERROR_RATE = 0.05
 """Accepted fraction of tables of equal rows that show a false difference; 1 minus the confidence."""
 _TABLE_LEVEL = 0.028
 """Family level in a table of three rows or more: for all comparisons with the baseline, and again for all pairs. It is
-below ``ERROR_RATE`` because noise adds to it, as ``bench/false_differences.py`` shows."""
+below ``ERROR_RATE`` because noise that lasts from run to run adds false ones (``bench/false_differences.py``)."""
 _TEST_LEVEL = 0.01
 """Significance level of the test for differing rounds, and of all tests together for a row that varies more than the
 others."""

@@ -31,7 +31,7 @@ _LOSS_TOLERANCE = {"fp32": 2e-4, "bf16": 5e-3, "fp16": 5e-3}
 _GRAD_NORM_TOLERANCE = {"fp32": 1e-3, "bf16": 3e-2, "fp16": 3e-2}
 """The same for the gradient norms; measured like ``_WEIGHT_TOLERANCE``: at most 3e-6 in fp32, 1.2e-3 in bf16."""
 _OTHER_FORMAT_TOLERANCE = 0.02
-"""The same for a row that requests a different number format, or compressed communication."""
+"""Relative difference of the losses of a row that requests another number format, or compressed communication."""
 _STAGE0_WRAPPERS = ("FP16_UnfusedOptimizer", "FP16_Optimizer")
 """Classes of DeepSpeed's optimizer wrapper that have the quirk (``CaveatKind.LOSS_QUIRK``)."""
 _QUIRK_MIN_DIFFERENCE = 2e-5

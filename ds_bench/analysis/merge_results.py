@@ -129,7 +129,7 @@ class _GroupBuilder:
 
 
 def merge(results: Sequence[Result]) -> tuple[ResultGroup, ...]:
-    """Merge results into groups, in order of appearance. A single run is one group, unchanged."""
+    """Merge results into groups, in order of appearance. A single result without a sweep is one group, unchanged."""
     builders: list[_GroupBuilder] = []
     notes: list[str] = []
     seen: set[tuple[Any, ...]] = set()

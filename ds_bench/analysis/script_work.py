@@ -32,9 +32,11 @@ def with_work_caveats(runs: Sequence[Run]) -> list[Run]:
             key = work_key(run.trial, leave_out=("config", "name", "variables", "repeat", "inspection"))
             groups.setdefault(key, []).append(index)
     for indices in groups.values():
-        # The first run of each row, in order; the reference is the one that did the work of most others.
-        rows = list({runs[index].trial.configuration.name: runs[index] for index in reversed(indices)}.values())[::-1]
-        reference = max(rows, key=lambda run: sum(not any(_differences(run, other)) for other in rows))
+        # The first run of each row, in order; the reference is the one whose work matches the most rows.
+        rows: dict[str, Run] = {}
+        for index in indices:
+            rows.setdefault(runs[index].trial.configuration.name, runs[index])
+        reference = max(rows.values(), key=lambda run: sum(not any(_differences(run, row)) for row in rows.values()))
         for index in indices:
             found = [caveat for caveat in _differences(reference, runs[index]) if caveat not in runs[index].caveats]
             if found:

@@ -110,8 +110,8 @@ def missing_baselines(results: Sequence[BenchmarkResult], path: Path | str = DEF
     """Return the file's entries that should have a result here but have none.
 
     An entry should have a result if another entry of the same saved run (``BaselineEntry.run_id``) has one or, without
-    a run id, if a result has the same script and workload. A limit set by hand needs no result. Raises UsageError if
-    the file is invalid.
+    a run id, if a result has the same workload and kind of row, by stage or by offload. A limit set by hand needs no
+    result. Raises UsageError if the file is invalid.
     """
     entries = [_entry(name, data, path) for name, data in (store.read(Path(path)) or {}).items()]
     names = {result.name for result in results}
@@ -119,7 +119,7 @@ def missing_baselines(results: Sequence[BenchmarkResult], path: Path | str = DEF
 
     def shared(workload: Mapping[str, Any]) -> tuple[object, ...]:
         keys = ("model", "batch_size", "seq_length", "grad_accum", "precision", "activation_checkpointing", "num_gpus")
-        # Only the rows of zero_stage_comparison.py are called zeroN.
+        # Rows chosen by stage are called zeroN, unlike those of offload strategies.
         by_stage = workload.get("strategy") == f"zero{workload.get('stage')}"
         return (by_stage, *(workload.get(key) for key in keys))
 

@@ -198,8 +198,8 @@ class Parser(argparse.ArgumentParser):
     """A parser that raises UsageError, which is printed in one line like every other error.
 
     The line suggests a flag or value with a similar name. Flags cannot be abbreviated, but may be written with
-    underscores and have ``ALIASES``. Commas may separate values. If ``typed`` has a default, it receives the arguments
-    as typed.
+    underscores and have ``ALIASES``. Commas may separate values chosen from a list. If ``typed`` has a default, it
+    receives the arguments as typed.
     """
 
     def __init__(self, **arguments: Any) -> None:

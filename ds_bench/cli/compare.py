@@ -59,7 +59,7 @@ def show_explanation(a: str, b: str, results: Sequence[Path], as_json: bool) -> 
 
 
 def _find_pairs(a: str, b: str, reports: Sequence[ComparisonReport]) -> list[tuple[str, RowDifference]]:
-    """Return the two rows of each comparison that has both; if none has, the first row of each name.
+    """Explain the difference of the two rows, with a title, in each comparison that has both; if none has, across two.
 
     Raises UsageError if a name matches no row, or both names match only the same one.
     """

@@ -206,7 +206,7 @@ def _configurations_of_files(
 ) -> list[Configuration]:
     """Return the files' configurations that can be predicted; add caveats, and why others cannot, to ``lines``.
 
-    Raises UsageError if there is nothing to predict.
+    Raises UsageError if every file is refused and no strategy is named.
     """
     facts = TrainingFacts(
         num_gpus=options.num_gpus,

@@ -167,7 +167,7 @@ def _stored(text: RecipeText) -> Data:
 def _recipe_text(recipe: Path | None, typed: Sequence[str], flags: dict[str, Any]) -> tuple[RecipeText, Sequence[str]]:
     """Return the recipe and the arguments to store with the run: on ``--resume``, those that it began with.
 
-    A resumed shard stays that shard unless ``flags`` name one; otherwise it would also run the trials of all others.
+    A resumed shard stays that shard unless ``flags`` name one: without it, the trials of all others would run too.
     """
     given = RecipeText(name="", folder=Path(), data={})
     if recipe is not None:

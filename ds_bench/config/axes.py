@@ -157,7 +157,7 @@ def _known(size: int | None, what: str) -> int:
 
 
 def small_sizes(hidden_size: int) -> dict[str, int]:
-    """Return sizes of one to two decoder layers, by key of ``zero_optimization``.
+    """Return small sizes for a model of this hidden size, by key of ``zero_optimization``.
 
     A layer has about 12 h² parameters. Buckets hold one matrix (h²); stage 3 gathers at most two layers and keeps none
     for a use further away than that.
@@ -402,7 +402,8 @@ _TABLE = (
     Axis("buffers", "Communication and buckets", keys=tuple(ZERO + key for key in DEFAULT_SIZES),
          names=("small_buffers", "trainer_auto", "default"), compute=_buffers, default="default", stages=(1, 2, 3),
          changes=("deepspeed_buffers", "peak", "time"),
-         meaning="all buffer sizes together: about a layer each, the Trainer's auto values, or the defaults",
+         meaning="all buffer sizes together: small ones, which follow from the model's hidden size, the Trainer's auto "
+                 "values, or the defaults",
          note="with h the hidden size: small_buffers has buckets of h², prefetch 0.9 h², live parameters and reuse "
               "distance 24 h²; trainer_auto has a reduce bucket of h², prefetch 0.9 h² and persistence 10 h; with "
               "parameters on NVMe prefetch and reuse distance stay 0",

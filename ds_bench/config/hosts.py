@@ -140,7 +140,9 @@ def host_command(options: Options, hosts: Slots) -> str | None:
             names_host = any("{host}" in word for word in shlex.split(command)[1:])
         except ValueError as error:
             raise UsageError(f"{name} {command!r}: {error}", remedy="close the quotation mark") from None
-        if not names_host or not command.isprintable():
+        if not command.isprintable():
+            raise UsageError(f"{name} {command!r} has a control character", remedy="write spaces between its words")
+        if not names_host:
             problem = f"{name} {command!r} does not say where the host's name goes"
             raise UsageError(problem, remedy="write {host} for it, as in 'ssh -p 2222 {host}'")
     if job.ranks_of_hosts():

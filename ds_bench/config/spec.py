@@ -105,7 +105,7 @@ class Workload:
     dropout: float | None = None
     """None: the model's own."""
     lora: str | None = None
-    """LoRA adapters, then all that is trained, in the form that ``trained_parameters.parse_lora`` reads; None: none."""
+    """LoRA adapters, then the only weights that are trained (``trained_parameters.parse_lora``); None: none."""
     freeze: str | None = None
     """Substrings of the names of frozen parameters; None: none."""
     attention: str | None = None
@@ -226,7 +226,7 @@ class Configuration:
     workload_changes: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the Workload that this row sets, with their values."""
     engine: Engine = "deepspeed"
-    """DeepSpeed, or for reference torch's DistributedDataParallel or ``fully_shard``."""
+    """DeepSpeed or, in a reference row, torch's DistributedDataParallel or ``fully_shard``."""
     source: ConfigurationSource = "catalogue"
     requires: Requirements = Requirements()
     file_text: str | None = None
@@ -423,8 +423,8 @@ class Trial:
     """0-based position in its round; None if unknown."""
     inspection: Inspection = NO_INSPECTION
     point: Mapping[str, Any] = field(default_factory=dict)
-    """Key paths of a recipe → their values at this trial's point of the sweep; empty without a sweep. Not part of the
-    work key, since workload, placement and configuration follow from it."""
+    """Key paths of a recipe → their values at this trial's point of the sweep; empty without a sweep. Only
+    its ``common_settings`` enter the work key; workload, placement and configuration already show the rest."""
 
     def __post_init__(self) -> None:
         # Not by pathlib, which takes longer than reading the row of a trial.

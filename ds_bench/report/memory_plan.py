@@ -90,7 +90,7 @@ class MemoryPlan:
     def unknown(self) -> str | None:
         """Why no row's figures include activations; None if any row's do."""
         reasons = [row.prediction.unknown for row in self.rows]
-        return reasons[0] if all(reasons) else None
+        return reasons[0] if reasons and all(reasons) else None
 
 
 def answer_text(plan: MemoryPlan) -> str:

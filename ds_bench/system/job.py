@@ -202,7 +202,7 @@ class LaunchedNodes:
 
     @property
     def key(self) -> bytes:
-        """The key that each side of a connection proves to know (multiprocessing's HMAC of a random challenge)."""
+        """The key that each side must prove that it knows (multiprocessing's HMAC of a random challenge)."""
         return b"ds_bench" + self.secret.encode()
 
 
@@ -220,7 +220,7 @@ _addresses: list[str] = []
 
 
 def find_nodes(environ: Mapping[str, str]) -> LaunchedNodes | None:
-    """Return the nodes of a job on several; None elsewhere, and if srun reaches the nodes of a Slurm job.
+    """Return the nodes of a job that has several; None for any other, and if srun reaches the nodes of a Slurm job.
 
     Raises UsageError if an engine's variables leave open how many processes run on this node.
     """
@@ -352,7 +352,8 @@ def connect_nodes(nodes: LaunchedNodes) -> None:
                 connection, _ = listener.accept()
                 # In a thread each, because a stranger that connects and stays silent must not hold up the nodes.
                 threading.Thread(target=_receive_node, args=(nodes, connection, found), daemon=True).start()
-            who = f"node{'s' if len(missing) > 1 else ''} {format_names(missing)} of {nodes.launcher}"
+            launcher = "this job" if nodes.launcher == "job" else nodes.launcher
+            who = f"node{'s' if len(missing) > 1 else ''} {format_names(missing)} of {launcher}"
             if not patience.lasts(f"waiting at {nodes.where} for {who}"):
                 only = f", which only this machine reaches ({_addresses[0]})," if _is_loopback(_addresses[0]) else ""
                 raise PreflightError(
@@ -396,7 +397,7 @@ def _listen(nodes: LaunchedNodes) -> socket.socket:
         listener = socket.create_server((str(target[0]), nodes.port), family=family, backlog=128)
     except OSError as error:
         remedy = "set MASTER_ADDR to an address of the first node that the others reach (torchrun and deepspeed: "
-        remedy += "--master-addr; with a c10d rendezvous --local-addr)"
+        remedy += "--master_addr; with a c10d rendezvous --local-addr)"
         if error.errno == errno.EADDRINUSE:
             remedy = "end what listens there, or give the launcher another port for its master"
         raise PreflightError(
@@ -407,7 +408,7 @@ def _listen(nodes: LaunchedNodes) -> socket.socket:
 
 
 def _receive_node(nodes: LaunchedNodes, accepted: socket.socket, found: dict[int, _Node]) -> None:
-    """Keep the connection of a node that proves to know the secret, and drop any other."""
+    """Keep the connection of a node that proves that it knows the secret, and drop any other."""
     connection = _connection(accepted)
     try:
         deliver_challenge(connection, nodes.key)

@@ -211,7 +211,7 @@ def read_fragments(engine: Any) -> Iterator[Fragment]:
 def gather_tensor_parallel(
     model: torch.nn.Module, part_of: Callable[[str, torch.Tensor], torch.Tensor | None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each trained tensor, with its name and whole, on the first rank of a tensor-parallel group.
+    """Yield the name and the whole value of each trained tensor, on the first rank of a tensor-parallel group.
 
     All ranks of a group must iterate. ``part_of`` returns values in the shape of this rank's part, or None for zeros.
     Raises RuntimeError for a layer that DeepSpeed cannot gather (module_inject/layers.py, gather_params).
