@@ -60,7 +60,7 @@ from .records.schema import Outcome, TrialRecord
 from .report import exported_configuration
 from .report.combined_table import has_passes
 from .report.comparison_report import ComparisonReport, build_report
-from .report.progress import ProgressReporter, nsys_command, profile_files_line, run_plan_lines
+from .report.progress import ProgressReporter, nsys_command, profile_files_line, run_plan_lines, stand_in_line
 from .report.terminal_report import print_reports
 from .system import files, gpu_state, invocation, processes, terminal
 from .system.environment import (
@@ -127,7 +127,7 @@ def run_comparison(
                     disk.require_checkpoint_folder(options.inspection.checkpoint_path, plan.trials)
             # A recipe's dry run goes on: its table shows predicted memory.
             if options.dry_run and recipe is None:
-                return print_dry_run(plan)
+                return print_dry_run(plan, stand_in_line(plan))
             # Shared memory that killed runs left is freed before the checks look at the memory that is free.
             remove_abandoned()
             with contextlib.ExitStack() as stack:
@@ -295,14 +295,11 @@ def print_notes(plan: RunPlan, arguments: Sequence[str]) -> None:
             terminal.print_text(f"note: to record the steps of --profile nsys:\n  {command}", sys.stderr)
 
 
-def print_dry_run(plan: RunPlan) -> int:
-    """Print each trial's configuration and command. Return exit code 0."""
+def print_dry_run(plan: RunPlan, note: str | None = None) -> int:
+    """Print a note, then each trial's configuration and command. Return exit code 0."""
     with terminal.ignoring_broken_pipe():
-        if plan.options.searches_size:
-            what, stand_in = "--batch-size auto: each micro-batch", 1
-            if plan.options.auto_seq:
-                what, stand_in = "--seq-length auto: each sequence length", plan.trials[0].workload.seq_length
-            terminal.print_text(f"# {what} is found by probes when this is run; {stand_in} stands for it here\n")
+        if note is not None:
+            terminal.print_text(f"# {note}\n")
         if plan.options.inspection.checkpoint and not any(each.facts.profile for each in plan.plans):
             terminal.print_text("# whether there is room for a checkpoint is checked when this is run\n")
         for trial in plan.trials:

@@ -221,7 +221,7 @@ def _remarks(result: BenchmarkResult, baseline: BaselineEntry, metrics: Sequence
         yield "the DeepSpeed configuration is not the baseline's"
     yield from result.disturbances
     if result.failed_runs:
-        yield f"{result.failed_runs} run(s) failed"
+        yield f"{units.format_items(result.failed_runs, 'run')} failed"
 
 
 # ------------------------------------------------------------------ throughput and memory

@@ -91,7 +91,7 @@ def check_command(
     if store.read(file) is None:
         raise UsageError(
             f"--baselines {file}: no such file",
-            remedy=f"create it with {invocation.command('baseline', 'save', 'RUN')}",
+            remedy=f"create it with {_save_command(file)}",
         )
     verdicts = [gate.compare_to_baseline(result, path=file) for result in benchmark_results]
     for entry in gate.missing_baselines(benchmark_results, file):
@@ -124,7 +124,7 @@ def check_command(
     incomparable = [verdict for verdict in verdicts if not verdict.comparable]
     noisy = [verdict for verdict in verdicts if verdict.noisy]
     problem = f"no row has a baseline in {file}"
-    remedy = f"save the result with {invocation.command('baseline', 'save', 'RUN')}, or give another file"
+    remedy = f"save the result with {_save_command(file)}, or give another file"
     if noisy:
         problem = f"noise could hide a regression in every row, for example {noisy[0].name}"
         remedy = "measure both again with more --repeats, or on a quieter machine"
@@ -164,6 +164,11 @@ def _invalid_reason(result: BenchmarkResult) -> str | None:
     if result.environment is None:
         return "its hardware and versions are not known; give its run folder"
     return next(iter([*result.doubts, *result.disturbances]), None)
+
+
+def _save_command(file: Path) -> str:
+    given = [] if file == gate.DEFAULT_PATH else ["--baselines", str(file)]
+    return str(invocation.command("baseline", "save", "RUN", *given))
 
 
 def _print_verdicts(verdicts: Sequence[BaselineComparison]) -> None:

@@ -189,7 +189,8 @@ COMMANDS: Mapping[str, Command] = {
             "--activation-checkpointing": flag_of("activation_checkpointing"),
             "--strategies": {"nargs": "+", "choices": ("all", *PREDICTED_STRATEGIES, *ALIASES, *REFERENCES),
                              "default": ALL_STRATEGIES,
-                             "help": "strategies to predict (default: all, or none with --configs)"},
+                             "help": f"strategies to predict; all: {', '.join(PREDICTED_STRATEGIES)} "
+                                     "(default: all, or none with --configs)"},
             **_CONFIGS,
             "--keep-batch": {**_ON, "help": "use the batch keys of each file in --configs"},
             "--min-gpus": {**_ON, "help": "also show how many GPUs each strategy needs"},
@@ -266,7 +267,7 @@ COMMANDS: Mapping[str, Command] = {
                 },
             ),
             "check": Command(
-                purpose="compare results with their baselines; exit 3 if one is worse",
+                purpose="compare results with their baselines; exit 3 if one is worse or lacks its counterpart",
                 examples=(_LATER_RUN, "RUN --fail-on regression,noisy --json"),
                 function="baseline:check_command",
                 flags={

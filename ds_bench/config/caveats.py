@@ -71,10 +71,10 @@ class CaveatKind(StrEnum):
     DISK_BOUND = ("disk_bound",
         "disk-bound: a step waits {wait:ms} ms for the disk; everything else takes {other:ms} ms",
         "use a faster disk or several as RAID 0, or keep in host memory what fits there")
-    CPU_BUSY = ("cpu_busy", "the CPU was busy: other programs used {other:.1f} of {cores:g} cores while this row ran",
+    CPU_BUSY = ("cpu_busy", "the CPU was busy: other programs used {other:.1f} of {cores:g} cores during the run",
         _CPU, True)
     CPU_QUOTA = ("cpu_quota",
-        "CPU quota: the container was throttled in {fraction:percent0} of the quota's periods while this row ran",
+        "CPU quota: the container was throttled in {fraction:percent0} of the quota's periods during the run",
         "raise the container's CPU limit or run less in it, then measure again", True)
     CLOCKS_THROTTLED = "clocks_throttled", "GPU {gpu} was throttled while this ran: {reasons}", _THROTTLED
     SLOW_GPU = ("slow_gpu",

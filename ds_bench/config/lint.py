@@ -73,7 +73,7 @@ def check_config(
     renamed = {**config, "bf16": config["bfloat16"]} if "bfloat16" in config and config.get("bf16") is None else config
     read = without_later_keys(renamed)
     case = Case(config=read, num_gpus=num_gpus, model=model, compute_capability=compute_capability)
-    removed = "the feature was removed from DeepSpeed (0.19.7 or 0.19.8), which refuses the key"
+    removed = "DeepSpeed 0.19.8 no longer has the feature, and refuses the key"
     found = [
         *_unknown_top_level_keys(config),
         *(
@@ -534,13 +534,15 @@ def _automatic_values(config: Config) -> Iterator[Finding]:
     # counts as true.
     fails = "fails on" + (", or takes as true," if {"bf16.enabled", "fp16.enabled"} & {*as_text} else "")
     in_fp32 = case.precision == "fp32" and not case.is_on("torch_autocast.enabled")
-    effects = [
-        *([f"{fails} {format_names(as_text, most=4)}"] if as_text else []),
+    otherwise = [
         *([f"uses its default for {format_names(dropped, most=4)}"] if dropped else []),
         *(["trains in fp32"] if in_fp32 and {"bf16.enabled", "fp16.enabled"} & set(dropped) else []),
     ]
+    effects = " and ".join(otherwise)
+    if as_text:
+        effects = f"{fails} {format_names(as_text, most=4)}{f'; with values there, it {effects}' if effects else ''}"
     several = f'{len(automatic)} values are "auto"' if len(automatic) > 1 else 'a value is "auto"'
-    reason = f"{several}, which only the Trainer and Accelerate fill in; DeepSpeed by itself {'; it '.join(effects)}"
+    reason = f"{several}, which only the Trainer and Accelerate fill in; DeepSpeed by itself {effects}"
     remedy = "give values if a training script passes the file to DeepSpeed itself"
     yield Finding("automatic-value", "hint", automatic[0], reason, remedy, "runtime/config_utils.py")
 

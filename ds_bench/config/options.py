@@ -275,7 +275,7 @@ class Options:
         key="launch.env", metavar="NAME[=VALUE]", many=True,
         arguments={"action": "append", "nargs": None, "default": []})
     master_addr: str | None = option(str, None, "address at which the other hosts reach the first one",
-        default_text="the one that leads to the second", key="launch.master_addr", metavar="ADDR")
+        default_text="its address on the route to the second host", key="launch.master_addr", metavar="ADDR")
     master_port: int | None = option(int, None, "port on the first host", default_text="a free one",
         key="launch.master_port", metavar="PORT", limits={"ge": 1, "le": MAX_PORT})
     nvme_path: Path | None = option(Path, None, "folder on the NVMe disk", key="launch.nvme_path", metavar="DIR")

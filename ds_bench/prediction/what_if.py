@@ -15,7 +15,7 @@ from ..config import axes, deepspeed_config, strategies
 from ..config.deepspeed_config import overlay
 from ..config.spec import Configuration, Placement, Workload
 from ..config.strategies import simplicity
-from ..units import format_items
+from ..units import format_items, format_series
 from .fit_verdict import DOES_NOT_FIT, FITS, TIGHT
 from .model_profile import ModelProfile
 from .predicted_memory import Alternative, Prediction, Saving, predict
@@ -203,7 +203,7 @@ def with_settings(planned: PlannedTrial, settings: Settings) -> PlannedTrial:
 
 
 def settings_text(settings: Settings) -> str:
-    """``activation checkpointing, batch size 1, ZeRO-3``."""
+    """``activation checkpointing, batch size 1 and ZeRO-3``."""
     texts: Mapping[str, Callable[[Any], str]] = {
         "strategy": lambda name: strategies.named_strategy(name).label,
         "num_gpus": lambda count: format_items(count, "GPU"),
@@ -212,7 +212,7 @@ def settings_text(settings: Settings) -> str:
         BUCKET_KEY: lambda _: "reduce_bucket_size 5e7",
         "loss": lambda name: f"{name} loss (--axis loss={name})",
     }
-    return ", ".join(texts[name](value) for name, value in settings.items())
+    return format_series((texts[name](value) for name, value in settings.items()), "and")
 
 
 def savings(planned: PlannedTrial) -> list[Saving]:
@@ -349,12 +349,12 @@ def smallest_change(planned: PlannedTrial, gpu_bytes: int, host_bytes: int | Non
     return Change(settings=best, prediction=changed.judge(gpu_bytes), trial=changed)
 
 
-def cheapest_change(changes: Iterable[Change], gpu_bytes: int, host_bytes: int | None = None) -> Change:
-    """Return the cheapest of the changes of several rows: the same GPUs, room to spare, no offload, few settings."""
+def cheapest_change(changes: Iterable[Change], num_gpus: int, gpu_bytes: int, host_bytes: int | None = None) -> Change:
+    """Return the cheapest of the changes of several rows: no more GPUs, room to spare, no offload, few settings."""
     return min(
         changes,
         key=lambda change: (
-            "num_gpus" in change.settings,
+            change.trial.placement.num_gpus > num_gpus,
             change.prediction.verdict(gpu_bytes, host_bytes) == TIGHT,
             change.trial.configuration.offloads,
             len(change.settings.keys() - {"strategy"}),

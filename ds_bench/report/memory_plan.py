@@ -125,12 +125,14 @@ def answer_text(plan: MemoryPlan) -> str:
         if plan.unknown:
             text += f" even without activations, which are not counted ({plan.unknown})"
         if changes:
-            change = what_if.cheapest_change(changes, plan.gpu_bytes, plan.host_bytes)
+            change = what_if.cheapest_change(changes, plan.num_gpus, plan.gpu_bytes, plan.host_bytes)
             verdict = change.prediction.verdict(plan.gpu_bytes, plan.host_bytes)
             verb = {FITS: "would fit", TIGHT: "would fit tightly", UNKNOWN: "may fit"}[verdict]
-            others = {name: value for name, value in change.settings.items() if name != "strategy"}
+            others = {name: value for name, value in change.settings.items() if name not in ("strategy", "num_gpus")}
             settings = f" with {what_if.settings_text(others)}" if others else ""
-            text += f"; {change.trial.configuration.label}{settings} {verb}: {_needs(change.trial, change.prediction)}"
+            gpus = f" on {format_items(change.settings['num_gpus'], 'GPU')}" if "num_gpus" in change.settings else ""
+            text += f"; {change.trial.configuration.label}{settings} {verb}{gpus}"
+            text += f": {_needs(change.trial, change.prediction)}"
             text += _without_offload(plan, change.trial)
         else:
             # The smallest need in the tier that is too small in all rows.

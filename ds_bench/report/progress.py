@@ -148,8 +148,21 @@ def count_line(plan: RunPlan) -> str:
         factors = ((points, "point"), (most, "row"), (runs, "run"))
         named = [f"{number:,} {name}{'s' if number > 1 else ''}" for number, name in factors if number > 1]
         count = " × ".join(named) + f" = {count}" if len(named) > 1 else count
-    idle = sum(trial.not_launched for trial in trials)
-    return f"{count}, of which {idle:,} will not run: predicted far too large, or unsupported" if idle else count
+    unsupported = sum(bool(trial.unsupported) for trial in trials)
+    skipped = sum(trial.not_launched for trial in trials) - unsupported
+    why = "predicted not to fit" if plan.options.skip_predicted_oom else "predicted far too large"
+    idle = [f"{number:,} {reason}" for number, reason in ((skipped, why), (unsupported, "unsupported")) if number]
+    return f"{count}, of which {unsupported + skipped:,} will not run: {', '.join(idle)}" if idle else count
+
+
+def stand_in_line(plan: RunPlan) -> str | None:
+    """Say which size stands for the one that a search will find; None without a search."""
+    if not plan.options.searches_size:
+        return None
+    what, size = "--batch-size auto: each micro-batch", 1
+    if plan.options.auto_seq:
+        what, size = "--seq-length auto: each sequence length", plan.trials[0].workload.seq_length
+    return f"{what} is found by probes when this is run; {size} stands for it here"
 
 
 def run_plan_lines(plan: RunPlan, most: int) -> list[str]:
@@ -181,7 +194,8 @@ def run_plan_lines(plan: RunPlan, most: int) -> list[str]:
     columns = [Column[str](heading) for heading in (headings[0], "trials", memory, headings[1])]
     lines = Table(columns=columns, rows=cells[:most]).to_terminal(1000)
     left = [f"and {len(cells) - most:,} more"] if len(cells) > most else []
-    return [count_line(plan), "", *(line.text for line in lines), *left]
+    stand_in = stand_in_line(plan)
+    return [count_line(plan), "", *(line.text for line in lines), *left, *(["", stand_in] if stand_in else [])]
 
 
 def _fit_text(plan: Plan, trial: Trial) -> str:

@@ -176,7 +176,7 @@ def test_buffers_are_compared_with_the_model() -> None:
 def test_an_auto_is_explained_unless_deepspeed_knows_it() -> None:
     both = {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
     (finding,) = check(both)
-    assert "; it trains in fp32" in finding.reason
+    assert " and trains in fp32" in finding.reason
     assert "fp32" not in check({**both, "bf16": {"enabled": True, "check_grad_overflow": True}})[0].reason
     known = {"data_types": {"keep_in_fp32_modules": "auto"}}
     known |= zero(2, offload_optimizer=CPU, zenflow={**ZENFLOW, "auto_ratio": 0.5, "update_interval": 2})

@@ -114,7 +114,7 @@ def test_wrong_flags_for_several_hosts_are_refused_in_one_line(tmp_path: Path, s
         (("--master-addr=-oProxyCommand=x",), "--master-addr '-oProxyCommand=x' is not a host or address"),
         (("--host-command", "ssh 'y"), "No closing quotation. Close the quotation mark"),
         (("--host-command", "{host}"), "does not say where the host's name goes"),
-        (("--host-command", "ssh {host}\n"), "does not say where the host's name goes"),
+        (("--host-command", "ssh {host}\n"), "has a control character"),
         (("--env", "A B=1"), "--env 'A B' is not a variable. Write NAME or NAME=VALUE"),
         (("--env", "NOWHERE"), "Export NOWHERE, or give NOWHERE=VALUE"),
         (("--env", "HF_TOKEN=hf_secret"), "Export HF_TOKEN and give only its name"),
