@@ -22,7 +22,7 @@ INTRODUCTION = f"""# Axes
 Made by `scripts/make_axes_page.py`. `ds-compare axes` prints this list, and `ds-compare axes overlap_comm` one axis.
 
 An axis is one dimension along which rows differ. `--axis NAME=V1,V2,…` makes a row for each value, wherever the axis
-applies. Several axes give every combination, up to {MAX_ROWS} rows:
+applies. Several axes give every combination, up to {MAX_ROWS} rows in the scripts and `plan`:
 
 ```sh
 python zero_stage_comparison.py --model gpt2 --stages 2 3 --axis overlap_comm=true,false  # trains

@@ -234,7 +234,7 @@ COMMANDS: Mapping[str, Command] = {
                                       "(default: the run's own)"},
             "--goal": {"choices": GOALS, "help": "goal of the recommendation (default: the run's own)"},
             "--export": {"metavar": "STRATEGY", "help": "write that row's configuration to ds_config_STRATEGY/"},
-            "--verbose": {**_ON, "help": "print every column, all notes and all next steps"},
+            "--verbose": {**_ON, "help": "print more columns, all notes, and next steps for more rows"},
             "--to": {"choices": TRACKERS,
                      "help": "write every trial as a TensorBoard run with its settings, steps and figures "
                              "(docs/reading.md)"},

@@ -345,7 +345,7 @@ class Options:
     format: str = option(str, "table", "format of the summary", choices=("table", "markdown", "json"))
     quiet: bool = option(bool, False, "print only the summary")
     verbose: bool = option(bool, False,
-        "print the table with all columns and notes, and each trial's caveats and files when it ends")
+        "print the table with more columns and all notes, and each trial's caveats and files when it ends")
     strict: bool = option(bool, False, "exit 1 if any row failed")
 
     # fmt: on
