@@ -21,7 +21,7 @@ ERROR_RATE = 0.05
 """Accepted fraction of tables of equal rows that show a false difference; 1 minus the confidence."""
 _TABLE_LEVEL = 0.028
 """Family level in a table of three rows or more: for all comparisons with the baseline, and again for all pairs. It is
-below ``ERROR_RATE`` because noise that lasts from run to run adds false ones (``bench/false_differences.py``)."""
+below ``ERROR_RATE``: noise that lasts from run to run adds false differences (``bench/false_differences.py``)."""
 _TEST_LEVEL = 0.01
 """Significance level of the test for differing rounds, and of all tests together for a row that varies more than the
 others."""
@@ -184,7 +184,7 @@ class RowRatios:
     Model: the logarithm of a run's mean is the level of its row, plus a linear trend over the order of the starts, plus
     noise. If rounds differ by more than that (F test at 1 %), they are blocks. The noise variance is estimated from all
     rows together; a row that varies far more than the others (F tests at 1 % in all) has its own estimate. An interval
-    spans the ratio of the geometric means as measured and with the trend removed, plus the margin on both sides.
+    spans the ratio of the geometric means as measured and without trend and blocks, plus the margin on both sides.
     Noise that lasts from run to run is not independent, but the shuffled order of the runs
     (``planning.trial_planner``) still keeps false differences rare (``bench/false_differences.py``).
 
@@ -360,9 +360,9 @@ class RunFit:
         return squares
 
     def _find_noisy_rows(self, squares: Any) -> Any:
-        """Return a mask of the rows that vary far more than the others; it always leaves out at least two rows.
+        """Return a mask of the rows that vary far more than the others; at least two rows are never marked.
 
-        ``squares``: sums of squared residuals of a fit without noisy rows.
+        ``squares``: sums of squared residuals of a fit that treats no row as noisy.
         """
         import numpy as np
         from scipy.special import fdtri

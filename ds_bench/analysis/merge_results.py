@@ -180,7 +180,8 @@ def identity(row: Row) -> tuple[Any, ...]:
     # JSON of another writer may round the throughput.
     rate = row.throughput_tokens_per_sec and f"{row.throughput_tokens_per_sec:.9g}"
     trial = row.model, row.strategy, row.stage, row.num_gpus, row.trial_id, row.repeat, row.warmup_steps, row.num_steps
-    return *trial, row.status, row.started_at, row.wall_seconds, rate
+    run = row.run_id if row.started_at is None else None  # a trial that was not launched has no times of its own
+    return *trial, row.status, row.started_at, row.wall_seconds, rate, run
 
 
 def _find_group(builders: list[_GroupBuilder], run: Run, result: Result) -> _GroupBuilder:
@@ -198,7 +199,7 @@ def _find_group(builders: list[_GroupBuilder], run: Run, result: Result) -> _Gro
 
 
 def _renumber(runs: Sequence[Run], rounds: Sequence[tuple[int, int]]) -> Iterator[Run]:
-    """Number the repeats of each configuration consecutively, so that no two trials have one key, and the rounds.
+    """Number the rounds, and the repeats of each configuration, consecutively, so that no two trials share a key.
 
     Rounds of different results stay separate, since their trials did not run side by side.
     """

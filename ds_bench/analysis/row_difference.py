@@ -1,7 +1,7 @@
 """Explains why one row needs more or less memory and time than another: by category, by phase, by configuration key.
 
 The differences by memory category add up to the difference of the totals. If a row measured nothing, predictions stand
-in for both rows, and are marked. The savings of other configurations were predicted when the trial was planned
+in for both rows, and are marked. The savings of other configurations were predicted when the trial had ended
 (``prediction.what_if.savings``).
 """
 
@@ -119,7 +119,7 @@ _NVME_KEYS = ("buffer_count", "buffer_size", "max_in_cpu")
 """Keys of the offload blocks that are read only for the device ``nvme``."""
 _LEFT_OUT_KEYS = ("train_batch_size", "steps_per_print", "nvme_path", "gradient_accumulation_steps")
 """Last parts of keys that are not compared, because they follow from others or do not affect measurements.
-Accumulation is compared as a field of the workload."""
+Accumulation is compared as a field of the workload, and so is the micro-batch, unless a script sets it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +217,7 @@ class KeyDifference:
     acts_on: tuple[str, ...]
     """Memory categories and step phases; empty if not known."""
     from_layout: bool = False
-    """Whether both values follow only from stage and offload devices."""
+    """Whether both values follow from stage, offload devices, batch and precision."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -413,7 +413,7 @@ def _categories(a: Mapping[str, int], b: Mapping[str, int]) -> tuple[CategoryDif
 
 
 def _savings(row: ComparisonRow) -> list[Saving]:
-    """Return the largest savings of the row's training memory, as predicted when it was planned."""
+    """Return the largest savings of the row's training memory, as predicted when its trial had ended."""
     prediction = stored_prediction(row.representative.trial)
     if prediction is None:
         return []
@@ -496,6 +496,8 @@ def _config_differences(a: Run, b: Run) -> Iterator[KeyDifference]:
     # Known keys first, even if nobody wrote them: DeepSpeed may have resolved them to different values.
     for path in dict.fromkeys([*ACTS_ON, *written[0], *written[1]]):
         if path == "engine" or path.rpartition(".")[2] in _LEFT_OUT_KEYS:  # the engine is a fact of the trial
+            continue
+        if path == "train_micro_batch_size_per_gpu" and not any(trial.workload.script for trial in trials):
             continue
         known = [_effective_value(path, *each) for each in zip(written, resolved, strict=True)]
         values = [

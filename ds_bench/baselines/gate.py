@@ -176,7 +176,9 @@ def compare_to_baseline(
     regressions = tuple(metric.kind for metric in regressed if metric not in excused)
     ratios = {metric.kind: metric.ratio for metric in metrics}
     noisy = [] if regressions else [metric for metric in metrics if metric in excused or metric.noisy(tolerance)]
-    parts = [metric.text(tolerance) + (metric.noise_text if metric in noisy else "") for metric in metrics]
+    excuse = ", which other programs on the processors may have caused"
+    remarks = [excuse if each in excused else each.noise_text if each in noisy else "" for each in metrics]
+    parts = [metric.text(tolerance) + remark for metric, remark in zip(metrics, remarks, strict=True)]
     parts += _remarks(result, baseline, metrics)
     return BaselineComparison(
         name=result.name,
@@ -301,6 +303,8 @@ class _MetricComparison:
         if self.interval is None:
             return text
         ends = f"(95 % interval {_format_change(self.interval.low)} to {_format_change(self.interval.high)})"
+        if self.interval.too_wide:
+            return f"{text}{', but' if exceeds else ', and'} the interval is too wide to decide anything {ends}"
         # An interval of zero width comes from equal runs, which have no noise.
         if self.interval.distinguishable or self.interval.low == self.interval.high:
             return f"{text} {ends}"

@@ -187,7 +187,7 @@ def _with_axes(
     facts = {
         each.label: requested_rows.row_facts(each, model, placement, options.grad_accum) for each in configurations
     }
-    lines += axis_rows.idle_axes(options.axes, facts)
+    lines += axis_rows.idle_axis_notes(options.axes, facts)
     rows = []
     for each in configurations:
         for values in axis_rows.combinations(options.axes, facts[each.label]):

@@ -156,7 +156,7 @@ def combinations(selected: Sequence[AxisValues], row: RowFacts) -> list[AxisValu
     return list(itertools.product(*(values for values in selected if acts(values[0].axis, row))))
 
 
-def idle_axes(selected: Sequence[AxisValues], rows: Mapping[str, RowFacts]) -> list[str]:
+def idle_axis_notes(selected: Sequence[AxisValues], rows: Mapping[str, RowFacts]) -> list[str]:
     """Return a note for each axis that does not act in some rows. ``rows``: by label.
 
     Raises UsageError for an axis that acts in no row.

@@ -122,7 +122,7 @@ def option(kind: type, default: Any, text: str, *, flag: str | bool = True, **fa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The user's request. The fields are in the order of a recipe, and each has the name of its flag."""
+    """The user's request. The fields are in the order of a recipe, and most have the name of their flag."""
 
     family: Family
 
@@ -447,7 +447,7 @@ class Options:
             )
         if self.base_config is None and (self.stages or self.strategies):
             names = f"{self.spelling_of('stages')} and {self.spelling_of('strategies')}"
-            problem = f"{names} with a script edit a file of yours"
+            problem = f"{names} need a configuration to edit when there is a script"
             raise UsageError(problem, remedy=f"add {self.spelling_of('base_config')} FILE")
         if self.base_config is None and not self.configs and not self.inline:
             names = f"{self.spelling_of('configs')} FILE …, or {self.spelling_of('base_config')} FILE"

@@ -206,7 +206,7 @@ def axis_notes(options: Options) -> list[str]:
             problem = f"axis {axis} and {options.spelling_of(name)} set the same"
             raise UsageError(problem, remedy="leave one of them out")
     rows = _rows_without_axes(options)
-    return axis_rows.idle_axes(options.axes, {row.label: _layout(row, options) for row in rows})
+    return axis_rows.idle_axis_notes(options.axes, {row.label: _layout(row, options) for row in rows})
 
 
 def row_facts(configuration: Configuration, model: ResolvedModel, placement: Placement, grad_accum: int) -> RowFacts:

@@ -245,8 +245,8 @@ def _peak_elements(order: Sequence[int], sizes: Sequence[int], inputs: MemoryInp
     """Largest sum of the sizes of the tensors that are gathered at once; ``order`` lists the uses of one step.
 
     At each use the tensor itself is fetched, then the tensors of the next uses while both limits (prefetch bucket, live
-    parameters) leave something. After it the tensor is released, unless it was fetched for a later use too, or that
-    comes within the reuse distance.
+    parameters) leave something. After its use the tensor is released, unless it was also fetched for a later
+    use or its next use is within the reuse distance.
     """
     elements_before = [0, *accumulate(sizes[number] for number in order)]
     uses: dict[int, list[int]] = {}

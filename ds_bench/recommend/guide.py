@@ -26,7 +26,7 @@ BARELY_FITS_FRACTION = 0.80
 """A configuration that uses at least this fraction of the card barely fits."""
 
 _Texts = tuple[str, str, str]
-"""When to use a strategy, when to avoid it, and what it moves."""
+"""When to use a strategy, when to avoid it, and where its model states are."""
 # fmt: off
 _STAGES: Mapping[int, _Texts] = {
     0: (
@@ -95,19 +95,19 @@ _PLACES = {
 def advice_lines(
     configuration: Configuration, *, parameters: int, num_gpus: int, precision: Precision, grad_accum: int
 ) -> list[str]:
-    """Return the label of a configuration, then lines on when to use it and what it moves, saves and costs.
+    """Return the label of a configuration, then lines on when to use it, its placement, and what it saves and costs.
 
     Bytes are model states of one rank. ``parameters``: elements of the whole model.
     """
     optimizer, params = offloads = configuration.layout[1:]
     stage = _REFERENCES[configuration.engine] if configuration.is_reference else _STAGES[configuration.stage]
-    use_when, avoid_when, moves = stage
+    use_when, avoid_when, placement = stage
     if configuration.offloads:
         # Only a file may keep just the parameters on disk, or one part there and the other in host memory.
         use_when, avoid_when = _OFFLOADS.get(offloads, _OFFLOAD_TO_DISK)
         apart = f"optimizer states {_PLACES[optimizer]}; parameters {_PLACES[params]}"
         together = f"optimizer states and parameters {_PLACES[params]}"
-        moves = f"{together if optimizer == params else apart}; at this stage {stage[2]}"
+        placement = f"{together if optimizer == params else apart}; at this stage {stage[2]}"
     held = sum(model_states(parameters, num_gpus, configuration, precision).get("gpu", {}).values())
     whole = sum(model_states(parameters, num_gpus, make_configuration(ZERO_STAGES[0]), precision)["gpu"].values())
     where = "on one GPU" if num_gpus == 1 else f"on each of {num_gpus} GPUs"
@@ -122,7 +122,7 @@ def advice_lines(
         configuration.label,
         f"  use when: {use_when}",
         f"  avoid when: {avoid_when}",
-        f"  placement: {moves}",
+        f"  placement: {placement}",
         f"  saves: {saving}",
         f"  costs: {traffic_text(configuration, parameters, num_gpus, precision, grad_accum)}",
     ]

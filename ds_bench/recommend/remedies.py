@@ -69,7 +69,7 @@ _PHASES_BEFORE_BUILD = ("hello", "import")
 _PHASES_WITHOUT_ACTIVATIONS = (*_PHASES_BEFORE_BUILD, "build", "init", "step")
 _MAX_CAUSE_LENGTH = 200
 MAX_ROWS = 20
-"""Rows among which the smallest change is searched, and whose changes are replayed: a sweep may have thousands."""
+"""Rows among which the smallest change is searched for, and whose changes are replayed: a sweep may have thousands."""
 _LEAVE_FREE = 0.10
 """Fraction of the GPU that a suggested micro-batch leaves free, for memory that does not grow linearly with it."""
 

@@ -8,8 +8,8 @@
       comparison_<YYYYmmdd_HHMMSS>.json        the same of a recipe; its run is runs/comparison_<YYYYmmdd_HHMMSS>
       runs/zero_<YYYYmmdd_HHMMSS>/
         run.json                               what was requested, the machine, the versions
-        records.jsonl                          records of trials, appended and synced; a later one replaces it
-        probes.jsonl                           the same of trials that searched the largest micro-batch or sequence
+        records.jsonl                          records of trials, appended and synced; a trial's last one counts
+        probes.jsonl                           the same of trials that searched for the largest batch or sequence
         trials/<trial id>/                     trial.json, ds_config.json, rank files, logs
 """
 
@@ -38,7 +38,7 @@ from .schema import SCHEMA_VERSION, TrialRecord
 RUN_FILE = "run.json"
 RECORDS_FILE = "records.jsonl"
 PROBES_FILE = "probes.jsonl"
-"""Trials of the batch search, which are not rows of the result."""
+"""Trials that search for the largest micro-batch or sequence, which are not rows of the result."""
 _ATTEMPT = "_attempt"
 """Between a trial's name and the number of its second and later attempts, in the names of their folders."""
 

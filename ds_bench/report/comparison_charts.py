@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 MAX_OVERLAID_ROWS = 8
 """More lines in one chart cannot be distinguished."""
-MAX_BARS = 16
+MAX_BARS, MAX_DOTS = 16, 20
 CATEGORIES = ("parameters", "gradients", "optimizer_states", "deepspeed_buffers", "activations", "other")
 HATCHES = ("", "///", "||", "--", "\\\\\\", "++", "")
 """By category, so that categories differ without color too."""
@@ -167,12 +167,14 @@ def _throughput_chart(rows: _Rows) -> Chart | None:
                 low, high = row.interval
                 axes.errorbar([(low + high) / 2], [place], xerr=(high - low) / 2, color=INK, capsize=4, linewidth=1.5)
             if len(values) > 1:
-                shown = values[:20]
+                shown = values[:MAX_DOTS]
                 axes.plot(shown, [place] * len(shown), "o", mfc="white", mec=INK, markersize=4, zorder=4)
         end = max([*speeds, *(row.interval[1] for row in drawn if row.interval), *(max(own) for own in runs if own)])
         return Drawing(label_bars(axes, unit, [(*label, False) for label in labels], end, columns))
 
     note = "Bars are geometric means of runs, dots are runs, whiskers are 95 % confidence intervals (from 3 runs on)."
+    if any(len(values) > MAX_DOTS for values in runs):
+        note += f" Only the first {MAX_DOTS} runs are drawn."
     note = rows.note(note, measured, drawn)
     return Chart(name="throughput", title="Throughput", axis=unit, values=labels, draw=draw, note=note)
 
@@ -188,7 +190,7 @@ class _Bar(NamedTuple):
     predicted: float | None = None
     """The total predicted before the run."""
     requested: float | None = None
-    """Lower bound of what a row that ran out of memory needed."""
+    """What a row that lacked memory needed at least, or was predicted to need."""
 
 
 def _stacked_chart(
@@ -233,7 +235,7 @@ def _stacked_chart(
         if requests:
             style: Any = {"color": "none", "hatch": "xxx", "edgecolor": WARNING, "linestyle": ":"}
             drawn = axes.barh(*zip(*requests, strict=True), height=BAR_HEIGHT, **style)
-            legend.append((drawn, "out of memory"))
+            legend.append((drawn, "did not fit"))
         predictions = [(bar.predicted, place) for place, bar in enumerate(bars) if bar.predicted is not None]
         if predictions:
             style = {"color": INK, "markersize": 14, "mew": 2.5, "linestyle": "none", "clip_on": False, "zorder": 4}
@@ -294,7 +296,8 @@ def _memory_chart(rows: _Rows, tier: Tier) -> Chart | None:
     if by_category and tier != "nvme":
         note += ". The figure on the right is the measured peak"
     if any(not bar.parts for bar in bars):
-        note += ". Hatched: lower bound for rows that ran out of memory"
+        note += ". Hatched: rows that ran out of memory or were skipped for lack of it, at what they needed at least "
+        note += "or were predicted to need"
     return _stacked_chart(
         f"ledger-{tier}",
         title,
@@ -346,7 +349,7 @@ def _capacity_line(comparison: Comparison, tier: Tier) -> tuple[float, str] | No
 
 
 def _request(row: ComparisonRow, tier: Tier, comparison: Comparison) -> tuple[float | None, str] | None:
-    """GB that a failed row needed at least, with a label; None if it did not run out of this tier's memory.
+    """GB that a failed or skipped row needed at least or was predicted to need, with a label; None if it had room.
 
     The bytes in use when an allocation failed plus that allocation, else the prediction; None GB if neither is known.
     """
@@ -394,7 +397,10 @@ def _pareto_chart(rows: _Rows) -> Chart | None:
     if any(row.key not in rows.styles for row, *_ in dots):
         note += " Rows without a label are in the table."
     if failed:
-        note += " Crosses on the axis: rows that ran out of memory, at a lower bound of what they needed."
+        note += (
+            " Crosses on the axis: rows that ran out of memory or were skipped for lack of it, at what they needed at "
+            "least or were predicted to need."
+        )
 
     def draw(axes: Any, _columns: int) -> Drawing:
         end = _axis_end((x for _, x, _ in dots), [size for _, size, _ in failed], capacity)

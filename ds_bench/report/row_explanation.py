@@ -1,4 +1,4 @@
-"""Why two rows differ: tables of what changed, and one sentence on the largest change."""
+"""Why two rows differ: tables of what changed, and a summary of the largest changes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .table_layout import Column, Table, wrap
 _SAME_FRACTION = 0.01
 """Changes of a total below this fraction count as none; categories that change less are not listed."""
 _WIDEST = 200
-"""Columns of a table; what a setting acts on may be long."""
+"""Width of a table in characters; what a setting acts on may be long."""
 _WIDEST_TEXT = 80
 _PHASES = {**PHASE_HEADINGS, "warm_up": "Warm-up"}
 _TIERS = {"gpu": "GPU memory", "cpu": "Host memory", "nvme": "NVMe swap files"}
@@ -87,9 +87,9 @@ def explanation_lines(difference: RowDifference, title: str, width: int) -> Iter
 
 
 def largest_change(difference: RowDifference) -> str:
-    """Return one sentence on memory and step time: the total, and the category or phase behind most of the change.
+    """Return sentences on failures, memory and step time, with the category or phase behind most of each change.
 
-    Empty if neither row was measured or predicted.
+    Empty if no run failed and nothing was measured or predicted.
     """
     parts = [*filter(None, map(failure_sentence, (difference.a, difference.b)))]
     tier = difference.main

@@ -62,8 +62,9 @@ def print_reports(
 ) -> None:
     """Print the reports one after another, then the tables that compare them.
 
-    If passes other than training steps were timed, print only their table. ``in_short``: print one line per answer of
-    several reports, for a sweep that has just run.
+    If passes other than training steps or the sizes of ``model-size`` were timed, print only their tables, and with
+    ``in_short`` of several reports only their answers, for a sweep that has just run; neither with ``as_markdown`` or
+    ``verbose``.
     """
     of_passes, brief = combined_table.has_passes(reports), not as_markdown and not verbose
     tables = (combined_table.pass_tables if of_passes else combined_table.model_tables)(reports)
@@ -265,12 +266,12 @@ def _notes_of_rows(
             labeled = rows_by_kind.setdefault(kind, [])
             if row.label not in dict(labeled):
                 labeled.append((row.label, caveat))
-    trained = [row for row in comparison.rows if row.succeeded]
+    trained = {row.label for row in comparison.rows if row.succeeded}
     for labeled in rows_by_kind.values():
         labels = [label for label, _ in labeled]
         texts = dict.fromkeys(caveat.text for _, caveat in labeled)
         long = any("," in label for label in labels)  # as in rows of axes and files
         named = f"{len(labels)} rows" if long and len(labels) > 2 else format_list(labels, most=4)
-        which = "All rows" if len(labels) == len(trained) > 1 else named
+        which = "All rows" if len(trained) > 1 and trained <= {*labels} else named
         example = f" (e.g. {labels[0]})" if len(texts) > 1 or which == f"{len(labels)} rows" else ""
         yield f"{which}{example}: {next(iter(texts))}."

@@ -195,7 +195,7 @@ def read_environment(
 def comparability_differences(a: Environment, b: Environment) -> list[str]:
     """Return differences that make two results incomparable, such as ``torch 2.13.0 vs 2.11.0``.
 
-    A fact known on one side only counts as a difference.
+    A fact that is known on only one side counts as a difference.
     """
     return [*hardware_differences(a, b), *software_differences(a, b)]
 

@@ -1,7 +1,7 @@
 """Runs helper programs: tools of this package, which measure or build something, and compilers.
 
 Each has a leader, ``python -m ds_bench.system.helper_programs COMMAND…``. When the program ends, takes too long, or
-this process dies, the leader ends every process that the program has started, also in other sessions, and removes its
+this process dies, the leader ends every process that the program has started, even in other sessions, and removes its
 temporary files.
 """
 
@@ -24,7 +24,7 @@ from typing import IO, Any
 from . import processes
 
 _RUN_FILE = "import runpy, sys; del sys.path[0], sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
-"""Runs a file of this package without its folder, whose modules have usual names, on the path."""
+"""Runs a file of this package without its folder on the path: common names of modules there would hide others."""
 _GRACE_SECONDS = 2.0
 """Between SIGTERM and SIGKILL: time for the program's processes to remove their shared memory."""
 

@@ -319,7 +319,7 @@ def master_address() -> str | None:
 
 
 def accept_nodes() -> dict[str, socket.socket]:
-    """Make the process of every other node the agent there. Return host → connection to it, without this host."""
+    """Turn the waiting process of every other node into its agent. Return host → connection, without this host."""
     connections = {}
     for node in _connected_nodes.values():
         if node.connection is not None:
@@ -488,7 +488,8 @@ def _greet_first_node(nodes: LaunchedNodes) -> Connection:
                 remedy=f"give every node the same {_SECRET} or --rdzv-id, or the job another port",
             ) from None
         except Exception as error:  # another program that sends anything else may listen there
-            why = (isinstance(error, OSError) and error.strerror) or "another program listens there"
+            why = "timed out" if isinstance(error, TimeoutError) else "another program listens there"
+            why = (isinstance(error, OSError) and error.strerror) or why
             if connection is not None:
                 connection.close()
         if not patience.lasts(f"waiting for the first node at {nodes.where}: {why}"):

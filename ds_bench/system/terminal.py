@@ -1,7 +1,7 @@
 """Prints text without control characters, with replacements for signs that the stream cannot show.
 
-Everything that the parent prints goes through :func:`print_text` or :func:`print_json`, except the tables of ``rich``,
-whose cells went through :func:`escape_controls`.
+Everything that the parent prints goes through :func:`print_text` or :func:`print_json`, except Parquet and what a
+``rich`` console draws, which is escaped first.
 """
 
 from __future__ import annotations
@@ -73,15 +73,12 @@ def width_of(stream: IO[str]) -> int:
 def escape_controls(text: str) -> str:
     """Return the text with control characters escaped and line breaks as spaces: a name must not control the terminal.
 
-    Direction marks, other invisible characters, surrogates and line separators are escaped too, but not U+200D, which
-    joins emoji.
+    Direction marks, other invisible characters and surrogates are escaped too, but not U+200D, which joins emoji.
     """
     if text.isprintable():
         return text
     return "".join(
-        f"\\x{ord(sign):02x}"
-        if unicodedata.category(sign) in ("Cc", "Cf", "Cs", "Zl", "Zp") and sign != "\u200d"
-        else sign
+        f"\\x{ord(sign):02x}" if unicodedata.category(sign) in ("Cc", "Cf", "Cs") and sign != "\u200d" else sign
         for sign in " ".join(text.splitlines())
     )
 

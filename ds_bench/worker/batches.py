@@ -159,7 +159,7 @@ def make_batches(
 
 
 def has_token_per_position(batch: Batch, batch_size: int, seq_length: int) -> bool:
-    """Return whether every sample of a micro-batch is a sequence of ``seq_length`` tokens, at most with a class."""
+    """Return whether every sample of a micro-batch is a sequence of ``seq_length`` tokens, optionally with a class."""
     shapes = {tuple(value.shape[:2]) for value in batch.values()} - {(batch_size,)}
     return all(value.dtype in _TOKENS for value in batch.values()) and shapes == {(batch_size, seq_length)}
 
@@ -238,7 +238,7 @@ class TokenReader:
             raise ValueError(f"{self._path} has {self._tokens} tokens, fewer than one sequence of {self._seq_length}")
         self._step = coprime_step(self._sequences)
 
-    # Not in the constructor, because with a data loader the worker processes map the file and the rank does not.
+    # Not in the constructor, which only looks at the file's size: the first micro-batch that is read maps the file.
     @cached_property
     def _ids(self) -> Any:
         """All sequences as rows of the memory map."""

@@ -10,7 +10,7 @@ the Hub or a factory. A whole model's tensors are printed at once (a line with `
 each kind are removed. In both cases the second block of a kind is the measure of every other. Each request ends with
 one line: the answer, or ``error``.
 
-CUDA keeps different tensors from the CPU in two cases, which ``_CudaKernelMode`` imitates. A real run is
+CUDA keeps different tensors from the CPU in three cases, which ``_CudaKernelMode`` imitates. A real run is
 measured by ``ledger``.
 """
 
@@ -55,7 +55,7 @@ LAYERS = 2
 _ZERO = sympy.ImmutableMatrix.zeros(len(TERMS), 1)
 """The polynomial without terms."""
 _MIN_PARAMETER_FRACTION = 0.1
-"""The least share of a model's parameters by which a list of modules counts as its blocks."""
+"""Smallest share of a model's parameters that a list of modules must hold to count as its blocks."""
 FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _OWN_NUMBERS = ("layer_idx", "layer_id", "layer_number", "idx")
 """Attributes that differ between blocks of one kind: each block's position in the model."""
@@ -127,7 +127,7 @@ def _fit_activations(
     def fit_peak(batches: tuple[int, int]) -> dict[str, Any]:
         large = [(batch_size, sequence) for batch_size in batches for sequence in sequences]
         peak = fit_polynomial(large, [model.loss_peak_bytes(*size, of_loss_alone=name != "model") for size in large])
-        # Of the peak what is not kept for the backward pass anyway.
+        # The part of the peak that is not kept for the backward pass anyway.
         return plain.by_layer(model.layers, peak - plain.measured)
 
     with _loss_in_parts(name, of_fixed_size=name == "chunked" and on_cuda):
@@ -164,8 +164,8 @@ def adapt_tiled_loss() -> None:
 
 @contextlib.contextmanager
 def linear_of_stage_3() -> Iterator[None]:
-    """Linear layers as zero.Init replaces them (runtime/zero/linear.py): they keep their input though its weight is
-    frozen, which torch's own do not. Of a trained weight both keep it."""
+    """Linear layers as zero.Init replaces them (runtime/zero/linear.py): they keep their input even if the weight is
+    frozen; torch's own do so only if it is trained."""
     from deepspeed.runtime.zero.linear import zero3_linear_wrap
 
     with mock.patch.object(torch.nn.functional, "linear", zero3_linear_wrap):
@@ -273,7 +273,7 @@ def _build_from_config(request: Mapping[str, Any], dtype: torch.dtype, layers: i
 
 
 def split_by_layer(model: torch.nn.Module, layers: list[torch.nn.Module]) -> dict[str, list[int]]:
-    """Elements of the tensors before, in one of, and after the layers, in DeepSpeed's order."""
+    """Elements of the tensors before the layers, in one layer, and after the layers, in DeepSpeed's order."""
     parameters = list(model.parameters())
     in_layers = {id(parameter) for layer in layers for parameter in layer.parameters()}
     numbers = [number for number, parameter in enumerate(parameters) if id(parameter) in in_layers]
@@ -418,7 +418,7 @@ def _remove_alike_blocks(
 
 
 def _describe_kind(block: torch.nn.Module) -> Any:
-    """Equal for blocks that keep the same: equal classes inside, equal tensors, trained or not, equal settings."""
+    """Equal for blocks that save the same bytes: same classes inside, settings, tensor shapes and trained tensors."""
     modules = []
     for module in block.modules():
         settings = frozenset(

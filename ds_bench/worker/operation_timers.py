@@ -106,8 +106,8 @@ class CommunicationTimer:
     def operations(self, steps: int, device: torch.device) -> tuple[CommunicationOperation, ...]:
         """Return the mean of each kind of operation per step, the largest number of bytes first.
 
-        Every rank must call it. A rank waited for others as long as it took longer than the fastest rank, call by call;
-        that is unknown if ranks made different numbers of calls.
+        Every rank must call it. A rank's wait is the sum over calls of how much longer it took than the fastest
+        rank; unknown if ranks made different numbers of calls.
         """
         # One reduction gives both ends: the largest of the negated numbers is the smallest number. They add up to 0
         # only if all ranks made equally many calls.

@@ -169,7 +169,7 @@ def choose_cpus(
     # Leftover processors stay unused, so that all ranks have equally many.
     each = len(allowed) // local_size
     if each == 0:
-        raise ValueError(f"{local_size} ranks cannot be bound to {len(allowed)} processors, one each at least")
+        raise ValueError(f"{local_size} ranks cannot be bound to {len(allowed)} processors: each needs at least one")
     return allowed[local_rank * each : (local_rank + 1) * each]
 
 

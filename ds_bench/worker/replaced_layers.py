@@ -2,7 +2,7 @@
 
 A Transformers model converts its logits to fp32, keeps their log-softmax for the backward pass, and there makes two
 more tensors of that size: 12 bytes for each token and each word of the vocabulary, at long sequences more than all
-else. All ways give the same loss but for rounding. A tiled MLP is computed for one part of the tokens after the other,
+else. All ways give the same loss but for rounding. A tiled MLP is computed for one part of the tokens after another,
 and again in the backward pass, so that only its input is kept (DeepSpeed's TiledMLP, runtime/sequence_parallel).
 """
 
@@ -20,15 +20,15 @@ from ..config.spec import LossName
 _IGNORED = -100
 """Target of a position without a next token."""
 MIN_TILES = 8
-"""Parts of a micro-batch whose logits are computed one after the other."""
+"""Parts of a micro-batch whose logits are computed one after another."""
 MAX_TILE_TOKENS = 2048
 """Most tokens in such a part; a larger micro-batch has more parts."""
 _OTHER_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_router_logits")
-"""Settings of models whose loss is computed of something else than what the output layer returns."""
+"""Settings of models whose loss is computed from something other than what the output layer returns."""
 
 MIN_MLP_TILES = 4
-"""Parts of a micro-batch in a tiled MLP at least; more where a sequence is longer than the hidden size, as DeepSpeed's
-example has them."""
+"""Fewest parts of a sequence in a tiled MLP; one longer than four times the hidden size has more, as in DeepSpeed's
+example."""
 
 ComputeLoss = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
 """(output layer, hidden states of tokens, token that follows each) → mean loss of the tokens that another follows."""
@@ -37,7 +37,7 @@ ComputeLoss = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
 def install_loss(model: Any, name: LossName) -> None:
     """Make a causal language model of Transformers compute its loss in another way; ``model`` changes nothing.
 
-    Raises TypeError or ValueError for a model whose loss would be another.
+    Raises TypeError or ValueError for a model whose loss would change.
     """
     if name == "chunked":
         from deepspeed.runtime.chunked_cross_entropy import install_chunked_causal_lm_loss
@@ -65,7 +65,7 @@ def _replace_head(model: Any, compute_loss: ComputeLoss) -> None:
     """
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if head is None:
-        raise TypeError(f"the loss of {type(model).__name__} cannot be replaced: it has no output layer to be found")
+        raise TypeError(f"the loss of {type(model).__name__} cannot be replaced: no output layer was found")
     for name in _OTHER_LOGITS:
         if getattr(model.config, name, None):
             raise TypeError(f"the loss of {type(model).__name__} cannot be replaced: its {name} changes the logits")
@@ -116,7 +116,7 @@ class _TiledLoss(torch.autograd.Function):
             return functional.cross_entropy(logits, targets, ignore_index=_IGNORED, reduction="sum") / count
 
         tiles = count_tiles(len(targets))
-        # Hooks that count or move what is kept for the backward pass are not for what is kept within this one.
+        # Hooks that count or move tensors saved for the model's backward pass must not see those saved in here.
         own_hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
         with torch.set_grad_enabled(trained), own_hooks:
             loss = TiledFusedLogitsLoss.apply(
@@ -154,6 +154,6 @@ def install_tiled_mlp(model: torch.nn.Module) -> None:
 
     blocks = [module for module in model.modules() if type(module).__name__.endswith("MLP")]
     if not blocks:
-        raise TypeError(f"{type(model).__name__} has no module whose class is named as an MLP")
+        raise TypeError(f"{type(model).__name__} has no module whose class name ends in MLP")
     for block in blocks:
         block.forward = types.MethodType(tiled_forward, block)

@@ -1,10 +1,10 @@
 """Traces the tensors that a model's passes allocate and free: ``python -m ds_bench.worker.trace_allocations``.
 
-Reads one JSON request per line, as ``measure_activations`` does, with ``checkpointing`` besides; ``lora``, ``freeze``,
-``efficient_linear`` (DeepSpeed's linear layers of stage 3), ``autocast`` and ``loss`` where asked for. Prints each
-answer when it is ready, on one line with the ``number`` of its request: the events of a model of three layers in one
-number format, with sizes as polynomials in micro-batch and sequence, and in ``t``, the tokens of all tiles of a tiled
-loss. ``prediction.allocation_trace`` reads them and repeats the middle layer. The model runs on fake tensors; its
+Reads one JSON request per line, like ``measure_activations``. A request also has ``checkpointing``, and may have
+``lora``, ``freeze``, ``efficient_linear`` (DeepSpeed's linear layers of stage 3), ``autocast`` and ``loss``. Prints
+each answer when it is ready, on one line with the ``number`` of its request: the events of a model of three layers in
+one number format, with sizes as polynomials in micro-batch and sequence, and in ``t``, the tokens of all tiles of a
+tiled loss. ``prediction.allocation_trace`` reads them and repeats the middle layer. The model runs on fake tensors; its
 passes are traced at six sizes, which must make the same events.
 
 Events are lists of whole numbers, segment by segment (``SEGMENTS``):

@@ -107,10 +107,10 @@ def test_rows_are_every_combination_of_the_axes_that_act_there() -> None:
     with pytest.raises(UsageError):
         axis_rows.require_few(65)
     # An axis that acts in some rows is noted, one that acts in none is refused.
-    (note,) = axis_rows.idle_axes(selected[1:2], {"ZeRO-2": RowFacts(stage=2), "ZeRO-3": RowFacts(stage=3)})
+    (note,) = axis_rows.idle_axis_notes(selected[1:2], {"ZeRO-2": RowFacts(stage=2), "ZeRO-3": RowFacts(stage=3)})
     assert note == "prefetch acts only in rows of stage 3: not varied in ZeRO-2"
     with pytest.raises(UsageError):
-        axis_rows.idle_axes(selected[1:2], {"ZeRO-2": RowFacts(stage=2)})
+        axis_rows.idle_axis_notes(selected[1:2], {"ZeRO-2": RowFacts(stage=2)})
 
 
 def test_an_axis_acts_where_the_row_offloads_what_it_needs() -> None:
