@@ -43,7 +43,7 @@ from .launch.warm_launcher import choose_launcher, forks_ranks, start_server
 from .planning import largest_batch_search
 from .planning.trial_planner import Plan, RunPlan, make_run_plan, refuse_unresolved
 from .prediction import trial_predictions
-from .prediction.model_profile import ModelProfile, variant_of
+from .prediction.model_profile import ModelProfile, Variant, variant_of
 from .recommend import remedies
 from .records import schema
 from .records.json_files import json_text, write_json
@@ -94,8 +94,8 @@ def run_comparison(
     """Plan, check, run, save and report one comparison. Return the exit code.
 
     ``points``: the points of a sweep, or one. ``arguments`` and ``recipe``: what run.json keeps of the request; a
-    script has no recipe. ``begun``: called with the run's folder once it exists. Raises DsBenchError for whatever the
-    user can mend, before any work.
+    script has no recipe. ``begun``: called with the run's folder once it exists. Raises DsBenchError
+    for whatever the user can mend, before any work, and at the end for a file that could not be written.
     """
     options = points[0]
     for name in (*arguments, str(Path.cwd())):
@@ -179,8 +179,8 @@ def _read_machine(options: Options) -> Machine:
 def connected_hosts(plan: RunPlan, machine: Machine) -> Iterator[tuple[Hosts | None, Machine]]:
     """Connect to the hosts of a job on several, and yield them and the machine with their environments.
 
-    Yields None without a hostfile, and on ``--dry-run``, which reaches no host. Raises PreflightError for a host that
-    cannot be used or differs, UsageError if ``--resume`` began on others.
+    Yields None if the job is on one host, and on ``--dry-run``, which reaches no host. Raises PreflightError for a host
+    that cannot be used or differs, UsageError if ``--resume`` began on others.
     """
     if plan.options.dry_run or not plan.placement.hosts:
         yield None, machine
@@ -197,7 +197,7 @@ def connected_hosts(plan: RunPlan, machine: Machine) -> Iterator[tuple[Hosts | N
 
 @contextlib.contextmanager
 def _devices_of_run(plan: RunPlan, machine: Machine, hosts: Hosts | None) -> Iterator[tuple[Machine, list[str]]]:
-    """Hold the locks of the devices that the trials use, so that no other run uses them; wait for its end.
+    """Hold the locks of the devices that the trials use, so that no other run uses them; wait for one that does.
 
     Yields the machine, read again after a wait, and notes for the reader of the result.
     """
@@ -247,11 +247,13 @@ def require_writable_csv(path: Path | None) -> None:
     if path is None:
         return
     try:
-        if path.is_dir():
+        target = path.resolve()
+        if target.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        # The folder is tried, since the file is replaced by renaming one next to it (system.files.write_text).
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
+        # A device or pipe is written to. A file is replaced by renaming one next to it (system.files.write_text).
+        if target.is_file() or not target.exists():
+            with tempfile.TemporaryFile(dir=target.parent):
+                pass
     except OSError as error:
         problem = f"the rows cannot be written to {path}: {error.strerror or error}"
         raise PreflightError(problem, remedy="give a file in a folder that exists and that you may write to") from None
@@ -276,7 +278,8 @@ def with_nvme_folder(plan: RunPlan) -> tuple[RunPlan, disk.NvmeFolder | None]:
 def print_notes(plan: RunPlan, arguments: Sequence[str]) -> None:
     """Print what the user must know before the run: notes on rows and files, resolved "auto" values, Nsight's command.
 
-    The values are printed with ``--verbose``. The command records the windows of a run that opens some.
+    The values are printed with ``--verbose``. Nsight's command is printed with ``--profile nsys``, which opens the
+    windows that it records.
     """
     options = plan.options
     if not options.quiet:
@@ -325,26 +328,33 @@ def print_dry_run(plan: RunPlan, note: str | None = None) -> int:
 
 
 def with_predictions(plan: RunPlan, machine: Machine) -> RunPlan:
-    """Return the run with the predicted memory of every trial; each model is profiled once per sequence length."""
+    """Return the run with the predicted memory of every trial; points with the same model share its profile."""
     memory = trial_predictions.MemoryCapacity.from_environment(machine.environment, plan.placement)
     profiles: dict[tuple[object, ...], ModelProfile | trial_predictions.Unpredicted] = {}
+    variants: dict[tuple[object, ...], list[Variant]] = {}
+
+    def key_of(each: Plan) -> tuple[object, ...]:
+        options, length = each.options, each.trials[0].workload.seq_length
+        return each.model.name, options.trust_remote_code, length, options.dropout, options.lora, options.freeze
+
+    for each in plan.plans:
+        variants.setdefault(key_of(each), []).extend(
+            variant_of(trial.workload, trial.ds_config, trial.configuration.engine)
+            for trial in each.trials
+            if not trial.unsupported
+        )
 
     def predict(each: Plan) -> Plan:
         if each.options.own_script is not None:  # nobody knows its model before it runs
             return each.with_facts(memory=memory)
-        options, length = each.options, each.trials[0].workload.seq_length
-        key = each.model.name, options.trust_remote_code, length, options.dropout, options.lora, options.freeze
+        options, length, key = each.options, each.trials[0].workload.seq_length, key_of(each)
         if key not in profiles:  # at once for a preset, else measured by a child process
             profiles[key] = trial_predictions.profile_model(
                 each.model,
                 length,
                 each.placement.accelerator,
                 dropout=options.dropout,
-                variants=[
-                    variant_of(trial.workload, trial.ds_config, trial.configuration.engine)
-                    for trial in each.trials
-                    if not trial.unsupported
-                ],
+                variants=variants[key],
                 trust_remote_code=options.trust_remote_code,
                 environment=plan.variables,
                 choice=trained_parameters.of_workload(each.trials[0].workload),

@@ -125,7 +125,7 @@ def format_significant(value: float | None) -> str:
     return f"{rounded:,.{decimals}f}" if rounded else "0"
 
 
-def format_millions(count: float | None) -> str:
+def format_with_suffix(count: float | None) -> str:
     """A count with a suffix: ``124 M``, ``6.74 B``, ``950 K``."""
     if count is None:
         return MISSING
@@ -138,7 +138,7 @@ def format_millions(count: float | None) -> str:
 
 def format_parameters(count: int, trained: int | None = None) -> str:
     """``6.74 B parameters``; of a model that is trained in part ``1.10 B parameters, 0.8 % trained``."""
-    text = f"{format_millions(count)} parameters"
+    text = f"{format_with_suffix(count)} parameters"
     return text if trained is None or trained == count else f"{text}, {format_trained(trained / count)} trained"
 
 

@@ -81,17 +81,19 @@ def compare_before_after(before: Result, after: Result) -> BeforeAfter:
     def name(row: ComparisonRow) -> tuple[object, ...]:
         return row.configuration.name, row.configuration.stage, row.trial.workload.model
 
-    unpaired = list(compare(after.runs).rows)
-    for row in compare(before.runs).rows:
-        same_name = [other for other in unpaired if name(other) == name(row)]
-        # If several rows share the name, for example with different batch sizes, take the one that differs least.
-        partner = min(same_name, key=lambda other: len(_differences(row, other)), default=None)
-        if partner is None:
-            rows.append(RowChange(label=row.label, before=row, after=None, incomparable_reasons=("only in BEFORE",)))
+    olds, news = compare(before.runs).rows, compare(after.runs).rows
+    named_alike = [(i, j) for i, old in enumerate(olds) for j, new in enumerate(news) if name(old) == name(new)]
+    partners: dict[int, int] = {}
+    # If several rows share the name, for example with different batch sizes, those that differ least are paired first.
+    for i, j in sorted(named_alike, key=lambda pair: len(_differences(olds[pair[0]], news[pair[1]]))):
+        if i not in partners and j not in partners.values():
+            partners[i] = j
+    for i, row in enumerate(olds):
+        if i in partners:
+            rows.append(_pair(row, news[partners[i]], hardware, versions_known=None not in (a, b)))
         else:
-            unpaired.remove(partner)
-            rows.append(_pair(row, partner, hardware, versions_known=None not in (a, b)))
-    for row in unpaired:
+            rows.append(RowChange(label=row.label, before=row, after=None, incomparable_reasons=("only in BEFORE",)))
+    for row in (row for j, row in enumerate(news) if j not in partners.values()):
         rows.append(RowChange(label=row.label, before=None, after=row, incomparable_reasons=("only in AFTER",)))
     pairs = [(each.before, each.after) for each in rows if each.before and each.after]
     return BeforeAfter(

@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from ..config import strategies
-from ..config.caveats import CPU_KINDS, Caveat, CaveatKind, has_kind, note
+from ..config.caveats import Caveat, CaveatKind, has_kind, note
 from ..config.deepspeed_config import sequence_parallel_size, tensor_parallel_size
 from ..config.spec import Configuration, Trial
 from ..errors import UsageError
@@ -19,7 +19,7 @@ from ..records.schema import TrialRecord, measured_values
 from ..system.environment import Environment, comparability_differences
 from ..system.gpu_state import throttle_faults
 from ..system.host_resources import is_wsl
-from ..units import BYTES_PER_GB, format_names
+from ..units import BYTES_PER_GB, format_items, format_names
 from . import trial_caveats
 from .comparability import group_repeats, incomparable_facts, unique_labels
 from .intervals import (
@@ -222,9 +222,9 @@ def compare(
     """Group the runs into rows and compare every row with the baseline row.
 
     The baseline is ``relative_to`` (a strategy's name, a row's label or ``zeroN``), or without it the first valid row,
-    else the first with numbers. If the requested baseline has no numbers there are no ratios, and the first row with
-    numbers decides which rows are comparable. ``environments``: of the runs, in order. Raises UsageError if no row has
-    the requested name.
+    else the first with numbers. If the requested baseline has no numbers there are no ratios, and the first valid row,
+    else the first with numbers, decides which rows are comparable. ``environments``: of the runs, in order. Raises
+    UsageError if no row has the requested name.
     """
     # Rows of several results are compared here for the first time; caveats already found within one result are not
     # repeated.
@@ -296,25 +296,20 @@ def _row(key: str, label: str, runs: Sequence[Run]) -> ComparisonRow:
     )
 
 
+_FIGURE_OF_WORST = {CaveatKind.CPU_BUSY: "other", CaveatKind.CPU_QUOTA: "fraction", CaveatKind.OUTLIERS: "count"}
+
+
 def _row_caveats(runs: Sequence[Run], rates: Sequence[float]) -> tuple[Caveat, ...]:
     """Caveats of the runs, then of the row, each once.
 
-    A busy CPU and slow steps are reported for the run with the most of them, since the text quotes that run's
-    figures.
+    A busy CPU, a CPU quota and slow steps are each reported for the worst run, since the text quotes its figures.
     """
     found = [(run, caveat) for run in runs for caveat in run.caveats]
-    busiest = max(
-        (pair for pair in found if pair[1].kind in CPU_KINDS),
-        key=lambda pair: pair[0].row.cpu_other_cores or 0.0,
-        default=None,
-    )
-    slowest = max(
-        (pair for pair in found if pair[1].kind is CaveatKind.OUTLIERS),
-        key=lambda pair: pair[1].values["count"],
-        default=None,
-    )
-    once = (*CPU_KINDS, CaveatKind.OUTLIERS)
-    caveats = [caveat for run, caveat in found if caveat.kind not in once or (run, caveat) in (busiest, slowest)]
+    worst = [
+        max((pair for pair in found if pair[1].kind is kind), key=lambda pair: pair[1].values[figure], default=None)
+        for kind, figure in _FIGURE_OF_WORST.items()
+    ]
+    caveats = [caveat for run, caveat in found if caveat.kind not in _FIGURE_OF_WORST or (run, caveat) in worst]
     failed = sum(not run.row.success for run in runs)
     if 0 < failed < len(runs):
         caveats.append(note(f"{failed} of {len(runs)} runs failed"))
@@ -375,7 +370,7 @@ def _means(rows: Sequence[ComparisonRow]) -> dict[str, list[RunMean]]:
     """The successful runs of every row, each with its position among all of them by start time.
 
     ``started_at`` has a resolution of one second; runs that start in the same second are ordered by round and by
-    position in the round. Runs from a file that has neither share one position.
+    position in the round. Runs of one round share a position if their file has neither.
     """
 
     def round_of(run: Run) -> int:
@@ -401,7 +396,7 @@ def ratio_between(row: ComparisonRow, other: ComparisonRow) -> RatioInterval | N
 
     For rows of one comparison all its runs are used, at a level for all rows together
     (``intervals.RowRatios.between``); for rows of two comparisons their own runs, at 95 %. None below three successful
-    runs of either row, for a row and itself, and if rows of one comparison are not comparable.
+    runs of either row, and for a row and itself. Rows of one comparison must be comparable.
     """
     if row.ratios is not None and row.ratios is other.ratios:
         return _mark_if_too_wide(row.ratios.between(row.key, other.key), row)
@@ -525,8 +520,8 @@ def _apart_caveats(rows: Sequence[Sequence[Run]]) -> Iterator[Caveat]:
         for run_id, own in list(labels.items())[:4]
     ]
     if len(labels) > 4:
-        texts.append(f"and {len(labels) - 4} more runs")
-    where = "on different hosts" if len(set(hosts.values())) > 1 else "in different runs"
+        texts.append(f"and {format_items(len(labels) - 4, 'more run')}")
+    where = "on different hosts" if len({*filter(None, hosts.values())}) > 1 else "in different runs"
     yield Caveat(CaveatKind.MEASURED_APART, {"where": where, "runs": "; ".join(texts)})
 
 

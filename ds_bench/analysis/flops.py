@@ -3,8 +3,8 @@
 FLOPs are computed from the model's shape, never measured; a multiply-add counts as two. Conventions differ by 3 to 16 %
 on common models, so each number is stored with its convention; do not compare numbers of different conventions.
 
-Peak rates come from a table of exact device names (``system/device_specifications.json``). A device
-missing from the table has no peak rate: the rate of a similar device is never assumed.
+Peak rates come from a table of devices (``system/device_specifications.json``), found by name. A device missing from
+the table has no peak rate: the rate of a similar device is never assumed.
 """
 
 from __future__ import annotations

@@ -160,7 +160,8 @@ def _load_run(folder: Path, source: Path, whole: bool, rows: Sequence[Row] | Non
                 raise UsageError(" ".join(problem.split()), remedy="give a result as ds_bench wrote it") from error
         keys = set(map(work_key, planned))
         if missing := len(keys - {work_key(run.trial) for run in runs}):
-            notes.append(f"{missing} of the {len(planned)} planned trials have no record: the run did not end")
+            lacking = f"{missing} of the {len(planned)} planned trials {'has' if missing == 1 else 'have'} no record"
+            notes.append(f"{lacking}: the run is incomplete")
     return Result(
         source=source,
         runs=runs,
@@ -253,7 +254,7 @@ def _load_flat_json(path: Path, data: bytes, whole: bool) -> Result:
             runs.append(flat_run(row))
         except ValueError as error:
             raise UsageError(f"{path}: row {number} is not usable: {error}", remedy="correct or remove it") from None
-    notes.append("read from a flat JSON, which has no step times or DeepSpeed configurations")
+    notes.append("read from a flat JSON, which has mean step times only and no DeepSpeed configurations")
     environment, name = runs[0].environment, _FLAT_NAME.match(path.stem)
     return Result(
         source=path,

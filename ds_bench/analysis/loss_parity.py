@@ -402,8 +402,8 @@ def _late_differences(reference: Run, alike_early: _Group) -> dict[int, Caveat]:
             for figure, distance in _late_distances(means[usual], figures[index]).items():
                 other_rows = [each[figure] for other, each in of_rows.items() if other != name and figure in each]
                 spread = statistics.median_low(other_rows) if other_rows else 0.0
-                if distance > max(tolerance, _SPREADS * spread):
-                    how = f"{figure} differs by {distance:.1%}, where rows that train alike differ by {spread:.1%}"
+                if distance > (limit := max(tolerance, _SPREADS * spread)):
+                    how = f"{figure} differs by {distance:.1%}, where up to {limit:.1%} is usual"
                     caveats[index] = Caveat(CaveatKind.TRAINED_DIFFERENTLY, {"row": label, "how": how})
     return caveats
 

@@ -124,7 +124,7 @@ def facts(runs: Sequence[Run]) -> tuple[str, ...]:
         known = [gpu.name for each in runs if each.environment for gpu in each.environment.gpus if gpu.name]
         devices = f"{placement.ranks_text} × {next(iter([*measured, *known]), 'GPU').replace('NVIDIA ', '')}"
     if workload.script is not None:
-        return f"{workload.model}{_trained_share(runs)}", devices, f"{workload.num_steps} steps"
+        return f"{workload.model}{_trained_share(runs)}", devices, units.format_items(workload.num_steps, "step")
     trials = [run.trial for run in runs]
     axis_fields = {name for trial in trials for name in workload_fields(trial.configuration.axis_values)}
     # Workload fields that axes set to different values in these rows.

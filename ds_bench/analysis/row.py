@@ -353,7 +353,7 @@ class Column:
     source: Source
     unit: str
     scale: float | None
-    """One second, byte or fraction of 1 in this unit; None for any other unit."""
+    """Factor from seconds, bytes or fractions to this unit; None for any other unit."""
 
     def __call__(self, schema: dict[str, Any]) -> None:
         schema["unit"] = self.unit
@@ -798,7 +798,7 @@ class Run:
 
     @cached_property
     def early_window(self) -> EarlyWindow | None:
-        """Change of the weights over the first steps; None without warm-up steps."""
+        """Change of the weights over the early window (worker/weight_change.py); None unless every rank has one."""
         windows: list[EarlyWindow] = measured_values(self.ranks, "early_window")
         if not windows or len(windows) < len(self.ranks):
             return None

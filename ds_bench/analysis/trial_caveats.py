@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 
 from ..config.caveats import Caveat, CaveatKind, as_caveat
@@ -102,8 +102,8 @@ def trial_caveats(
             meaning = "harmless here: a CPU has finished when a call returns; on a GPU these would be launch times"
         yield Caveat(CaveatKind.NOT_SYNCHRONIZED, {"meaning": meaning})
     usual, evaluated = _usual_steps(slowest)
-    yield from _script_caveats(record, usual, evaluated)
-    yield from _step_time_caveats(usual)
+    yield from _script_caveats(record, list(usual.values()), evaluated)
+    yield from _step_time_caveats(usual, len(slowest.step_seconds))
     ran, asked = (slowest.micro_batch_size, slowest.grad_accum), (trial.workload.batch_size, trial.workload.grad_accum)
     if ran != asked and trial.workload.script is None:
         values = {"ran": "{} × accumulation {}".format(*ran), "asked": "{} × {}".format(*asked)}
@@ -117,7 +117,7 @@ def trial_caveats(
     yield from _training_caveats(record)
     yield from _cpu_caveats(record)
     yield from _bucket_caveats(record)
-    if trial.workload.warmup_steps == 0:
+    if trial.workload.warmup_steps == 0 and not slowest.warmup_step_seconds:
         yield Caveat(CaveatKind.NO_WARM_UP)
     elif trial.workload.num_steps == 1:
         yield Caveat(CaveatKind.ONE_STEP)
@@ -195,18 +195,21 @@ def _place(device: str) -> str:
     return "the device" if device == "none" else device
 
 
-def _usual_steps(rank: RankMeasurement) -> tuple[list[float], list[float]]:
-    """Return the durations of the measured steps without an evaluation or save, and of those with one."""
+def _usual_steps(rank: RankMeasurement) -> tuple[dict[int, float], list[float]]:
+    """Return number → duration of the measured steps without an evaluation or save, and durations of those with one."""
+    steps = dict(enumerate(rank.step_seconds, 1))
     if rank.script is None:
-        return list(rank.step_seconds), []
-    extra = zip(rank.in_window("evaluation_forwards"), rank.in_window("saves"), strict=True)
-    marked = [*zip(rank.step_seconds, (bool(evaluated or saved) for evaluated, saved in extra), strict=True)]
-    usual = [seconds for seconds, is_extra in marked if not is_extra]
+        return steps, []
+    extra = zip(steps, rank.in_window("evaluation_forwards"), rank.in_window("saves"), strict=True)
+    evaluated = [number for number, *counts in extra if any(counts)]
     # If every step has one, as with a reference model, none is unusual.
-    return (usual, [seconds for seconds, is_extra in marked if is_extra]) if usual else (list(rank.step_seconds), [])
+    if len(evaluated) == len(steps):
+        return steps, []
+    return {number: steps[number] for number in steps if number not in evaluated}, [steps[each] for each in evaluated]
 
 
-def _step_time_caveats(seconds: Sequence[float]) -> Iterator[Caveat]:
+def _step_time_caveats(usual: Mapping[int, float], measured_steps: int) -> Iterator[Caveat]:
+    seconds = list(usual.values())
     std = sample_std(seconds)
     if std is not None and std > UNSTABLE_CV * (sum(seconds) / len(seconds)):
         yield Caveat(CaveatKind.UNSTABLE_STEPS)
@@ -222,12 +225,12 @@ def _step_time_caveats(seconds: Sequence[float]) -> Iterator[Caveat]:
     # Steps that took far longer than the others; they stay in every statistic.
     first, median, third = statistics.quantiles(seconds, n=4, method="inclusive")
     fence = max(third + _OUTLIER_FENCE * (third - first), _MIN_OUTLIER_RATIO * median)
-    slow = sorted((step for step in range(len(seconds)) if seconds[step] > fence), key=lambda step: -seconds[step])
+    slow = sorted((number for number in usual if usual[number] > fence), key=lambda number: -usual[number])
     if slow:
-        parts = [f"step {step + 1} ({format_ratio(seconds[step] / median)} the median)" for step in slow]
+        parts = [f"step {number} ({format_ratio(usual[number] / median)} the median)" for number in slow]
         if len(slow) > _MAX_NAMED_OUTLIERS:
             parts[_MAX_NAMED_OUTLIERS:] = [f"{len(slow) - _MAX_NAMED_OUTLIERS} more"]
-        yield Caveat(CaveatKind.OUTLIERS, {"count": len(slow), "steps": len(seconds), "slowest": ", ".join(parts)})
+        yield Caveat(CaveatKind.OUTLIERS, {"count": len(slow), "steps": measured_steps, "slowest": ", ".join(parts)})
 
 
 def unstable_between_runs(means: Sequence[float]) -> Caveat | None:

@@ -17,7 +17,7 @@ from ..models import lookup
 from ..models.presets import ModelFacts, find_preset, preset_names, preset_remedy, short_names
 from ..recommend import guide
 from ..system import invocation, terminal
-from ..units import format_count, format_items, format_millions
+from ..units import format_count, format_items, format_with_suffix
 
 
 def show_advice(model: str, num_gpus: int, precision: Precision, grad_accum: int, configs: Sequence[Path] = ()) -> int:
@@ -26,7 +26,7 @@ def show_advice(model: str, num_gpus: int, precision: Precision, grad_accum: int
     ``configs``: files and folders of configurations to explain instead of the strategies.
     """
     facts = _model_facts(model)
-    size, gpus = format_millions(facts.parameters), format_items(num_gpus, "GPU")
+    size, gpus = format_with_suffix(facts.parameters), format_items(num_gpus, "GPU")
     title = f"{facts.name}, {size} parameters, {precision}, {gpus}; by formula"
     terminal.print_text(terminal.escape_controls(title) + "\n")
     # Without the strategy "none", which is the same as zero3.
@@ -106,7 +106,7 @@ def list_models() -> int:
     for facts in filter(None, map(find_preset, preset_names())):
         terminal.print_text(
             f"{facts.name:<30} {facts.model_type:<12} {format_count(facts.parameters):>16} "
-            f"{format_millions(facts.parameters):>9} {facts.layers:>6} {facts.hidden_size:>6} "
+            f"{format_with_suffix(facts.parameters):>9} {facts.layers:>6} {facts.hidden_size:>6} "
             f"{facts.vocabulary_size:>8} {facts.max_positions or '':>9}  {shorter.get(facts.name, '')}".rstrip()
         )
     return 0

@@ -57,9 +57,9 @@ def save_command(results: Sequence[Path], file: Path, tolerance: float | None) -
     if not saved:
         raise UsageError("nothing was saved: no row can be a baseline", remedy="the lines above say why")
     for entry in saved:
-        speed = "tokens/s" if entry.tokens_per_sec_runs else "samples/s"
+        unit = "tokens/s" if entry.tokens_per_sec_runs else "samples/s"
         rates = entry.tokens_per_sec_runs or entry.samples_per_sec_runs
-        for what, runs in ((speed, rates), ("peak memory", entry.peak_memory_mb_runs)):
+        for what, runs in ((unit, rates), ("peak memory", entry.peak_memory_mb_runs)):
             deviation = intervals.sample_std(runs)
             if deviation is not None and (variation := deviation * len(runs) / sum(runs)) > UNSTABLE_CV:
                 text = f"{what} of its {len(runs)} runs varies by {units.format_percent(variation)}"

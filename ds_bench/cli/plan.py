@@ -167,7 +167,7 @@ def predict_plan(options: PlanOptions) -> tuple[MemoryPlan, list[str]]:
     if options.export is not None:
         written = exported_configuration.write_planned_rows(rows, options.export)
         lines.append(
-            f"wrote the configurations of the rows that fit or are tight to {options.export}: {', '.join(written)}"
+            f"wrote to {options.export} the configurations of the rows that fit or are tight: {', '.join(written)}"
             if written
             else f"nothing was written to {options.export}: no DeepSpeed row is predicted to fit"
         )
@@ -277,7 +277,7 @@ def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, ResolvedModel, l
         architecture = trial_predictions.architecture_of(model)
         if architecture.active_parameters < architecture.facts.parameters:
             notes.append(f"{units.format_parameters(architecture.active_parameters)} are active per token")
-    if device_specifications.compute_capability(options.gpu) is None:
+    if device_specifications.is_size(options.gpu):
         shared = "if vLLM or another process shares the card, give what is left"
         notes.append(f"--gpu {options.gpu} is the memory that this job may use on each card; {shared}")
     if images:
@@ -353,6 +353,8 @@ def _image_tokens(options: PlanOptions, model: ResolvedModel) -> tuple[int, int]
     Raises UsageError for flags that do not fit the model.
     """
     given = [flag for flag in ("image_tokens", "image_size") if getattr(options, flag) is not None]
+    if len(given) == 2:
+        raise UsageError("--image-tokens and --image-size cannot be combined", remedy="give one of them")
     reader = model.architecture if model.architecture is not None and model.architecture.image else None
     if reader is None:
         if given:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
@@ -112,14 +113,17 @@ class ConfigurationFile:
     """Keys that Accelerate refuses together with that file."""
     lax_line: int | None = None
     """Line where a JSON file is not strict JSON; None if it is."""
+    lax_file: Path | None = None
+    """The DeepSpeed file that this line is in; None for the file itself."""
 
     @property
     def notes(self) -> list[str]:
         """Notes for the user, one line each, without the name of the file."""
         notes = [conflict_text(self.conflicts)] if self.conflicts else []
         notes += [f"its DeepSpeed configuration is {self.deepspeed_file}"] if self.deepspeed_file else []
-        lax = f"not strict JSON at line {self.lax_line}: read as DeepSpeed reads it (hjson)"
-        return [*notes, f"{lax}; Trainer and Accelerate refuse the file"] if self.lax_line else notes
+        where = f"line {self.lax_line}{f' of {self.lax_file}' if self.lax_file else ''}"
+        lax = f"not strict JSON at {where}: read as DeepSpeed reads it (hjson)"
+        return [*notes, f"{lax}; the Trainer and Accelerate refuse the file"] if self.lax_line else notes
 
 
 def conflict_text(keys: Sequence[str]) -> str:
@@ -169,11 +173,11 @@ def files_in(folder: Path) -> list[Path]:
     Raises UsageError for too many.
     """
     paths = [path for path in folder.iterdir() if path.suffix.lower() in _SUFFIXES and not path.name.startswith(".")]
-    names = sorted(path for path in paths if path.suffix and not path.is_dir())
-    if len(names) > MAX_FILES:
-        raise UsageError(f"{folder} has {len(names)} files", remedy=f"give {MAX_FILES} files or fewer")
+    suffixed = sorted(path for path in paths if path.suffix and not path.is_dir())
+    if len(suffixed) > MAX_FILES:
+        raise UsageError(f"{folder} has {len(suffixed)} files", remedy=f"give {MAX_FILES} files or fewer")
     bare = [path for path in paths if not path.suffix and not path.is_dir()]
-    return sorted(names + bare) if len(names + bare) <= MAX_FILES else names  # a folder of data
+    return sorted(suffixed + bare) if len(suffixed + bare) <= MAX_FILES else suffixed  # a folder of data
 
 
 def _read_folder(folder: Path, lines: list[str]) -> list[ConfigurationFile]:
@@ -183,7 +187,8 @@ def _read_folder(folder: Path, lines: list[str]) -> list[ConfigurationFile]:
             read.append(read_configuration_file(path))
         except ConfigurationFileError as error:
             if path.suffix:  # nobody expects files such as LICENSE to be read
-                left_out.append(f"{error.path.relative_to(folder)}: {error.reason}")
+                own, named = path.relative_to(folder), error.path
+                left_out.append(f"{own}{'' if named == path else f' names {named}'}: {error.reason}")
     if not read:
         reason = "; ".join(["holds no configuration", *left_out[:3]])
         raise ConfigurationFileError(folder, reason, remedy="give a folder with DeepSpeed *.json or Accelerate *.yaml")
@@ -304,6 +309,9 @@ def _trainer(file: ConfigurationFile) -> ConfigurationFile:
         activation_checkpointing=data.get("gradient_checkpointing") is True,
     )
     deepspeed = data["deepspeed"]
+    if isinstance(deepspeed, str) and deepspeed.lstrip().startswith("{"):  # Transformers also takes JSON as text
+        with contextlib.suppress(ValueError):
+            deepspeed = json.loads(deepspeed)
     if isinstance(deepspeed, Mapping):
         return replace(file, config=dict(deepspeed))
     return _with_deepspeed_file(file, deepspeed, "deepspeed")
@@ -317,7 +325,8 @@ def _with_deepspeed_file(file: ConfigurationFile, name: object, key: str) -> Con
     """
     here, *above = file.path.absolute().parents
     folders = [file.path.parent, Path(), *above]
-    path = next((folder / str(name) for folder in folders if (folder / str(name)).is_file()), None)
+    # Not Path.is_file(), which raises OSError for a name that is too long.
+    path = next((folder / str(name) for folder in folders if os.path.isfile(folder / str(name))), None)  # noqa: PTH113
     if path is None:
         reason = f"{name} was not found below {here}, the folders above it or the current folder {Path.cwd()}"
         raise MissingFileError(file.path, reason, remedy=f"correct the path of {key}, or give the JSON file itself")
@@ -332,6 +341,7 @@ def _with_deepspeed_file(file: ConfigurationFile, name: object, key: str) -> Con
         deepspeed_file=path,
         deepspeed_name=str(name),
         lax_line=line or file.lax_line,
+        lax_file=path if line else None,
     )
 
 
@@ -393,7 +403,7 @@ def parse(path: Path, text: str) -> tuple[Config, int | None]:
     try:
         return _require_bounded(path, parse_hjson(text)), lax_line
     except ConfigSyntaxError as error:
-        refusal = ConfigurationFileError(path, f"not JSON or hjson, line {error.line}: {error.problem}")
+        refusal = ConfigurationFileError(path, f"DeepSpeed cannot read it, line {error.line}: {error.problem}")
         refusal.syntax_error = error
         raise refusal from None
     except RecursionError:

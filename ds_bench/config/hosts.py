@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..errors import UsageError
 from ..system import files, job, redaction
-from ..units import format_names
+from ..units import format_items, format_names
 from .options import SEVERAL_NODES, Options
 
 SSH = "ssh {host}"
@@ -72,8 +72,8 @@ def used_slots(options: Options, environ: Mapping[str, str], visible: int | None
         ranks, left = divmod(requested or len(nodes) * (visible or 1), len(nodes))
         if left or not ranks:
             raise UsageError(
-                f"{requested} ranks cannot be divided equally among the {len(nodes)} nodes of this "
-                f"{'' if launched else 'Slurm '}job",
+                f"{format_items(requested or 0, 'rank')} cannot be divided equally among the {len(nodes)} nodes of "
+                f"this {'' if launched else 'Slurm '}job",
                 remedy=f"give {options.spelling_of('num_gpus')} a multiple of {len(nodes)}, or use one node"
                 + ("" if launched else ": srun --nodes=1 --ntasks=1"),
             )
@@ -83,7 +83,7 @@ def used_slots(options: Options, environ: Mapping[str, str], visible: int | None
         if getattr(options, name) is not None and not of_jobs:
             hostfile = options.spelling_of("hostfile")
             problem = f"{options.spelling_of(name)} without {hostfile}"
-            raise UsageError(problem, remedy=f"add {hostfile} FILE, or leave it out")
+            raise UsageError(problem, remedy=f"add {hostfile} FILE, or leave {options.spelling_of(name)} out")
     return {node: range(count) for node, count in nodes.items()}
 
 
@@ -170,7 +170,9 @@ def forwarded_names(options: Options, environ: Mapping[str, str]) -> tuple[str, 
     names, flag = [], options.spelling_of("env")
     for text in options.env:
         name, has_value, value = text.partition("=")
-        if not _VARIABLE.fullmatch(name) or not value.isprintable():
+        if not value.isprintable():
+            raise UsageError(f"{flag} {name[:80]}: its value has a control character", remedy="write it on one line")
+        if not _VARIABLE.fullmatch(name):
             raise UsageError(f"{flag} {name[:80]!r} is not a variable", remedy="write NAME or NAME=VALUE")
         if value and redaction.looks_secret(name, value):
             problem = f"{flag} {name}=… looks like a credential, which the results would store"

@@ -14,15 +14,24 @@ from .options import Options
 from .spec import Accelerator, Placement, Precision, gpu_precisions
 
 
-def resolve_placement(options: Options, environ: Mapping[str, str], inventory: gpu_state.GpuInventory) -> Placement:
-    """Return the requested placement on this machine. Raises UsageError if the machine cannot provide it."""
-    if options.accelerator != "cpu" and (rocm := environment.torch_rocm_version()) is not None:
+def resolve_placement(
+    options: Options,
+    environ: Mapping[str, str],
+    inventory: gpu_state.GpuInventory,
+    interpreter: environment.Interpreter | None = None,
+) -> Placement:
+    """Return the requested placement on this machine. Raises UsageError if the machine cannot provide it.
+
+    ``interpreter``: of a user's script, whose torch counts; None for this one.
+    """
+    rocm = environment.torch_rocm_version() if interpreter is None else None
+    if options.accelerator != "cpu" and rocm is not None:
         raise UsageError(
             f"the installed torch is for ROCm {rocm}, which is not supported",
             remedy=f"install torch for CUDA and run on NVIDIA GPUs, or use {options.spelling_of('accelerator')} cpu",
         )
     visible = gpu_state.select_visible(environ, inventory.gpus)
-    accelerator = _accelerator(options.accelerator, len(visible), options.spelling_of("accelerator"))
+    accelerator = _accelerator(options.accelerator, len(visible), interpreter, options.spelling_of("accelerator"))
     if accelerator == "cuda" and environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-"):
         raise UsageError("CUDA_VISIBLE_DEVICES names a MIG instance", remedy="give whole GPUs; MIG is not supported")
     if accelerator == "cpu" and options.gpu_memory_limit is not None:
@@ -50,10 +59,12 @@ def resolve_placement(options: Options, environ: Mapping[str, str], inventory: g
     )
 
 
-def default_placement(environ: Mapping[str, str], inventory: gpu_state.GpuInventory) -> Placement:
+def default_placement(
+    environ: Mapping[str, str], inventory: gpu_state.GpuInventory, interpreter: environment.Interpreter | None = None
+) -> Placement:
     """Return this machine's placement without any flags: every visible GPU, or one CPU rank."""
     visible = gpu_state.select_visible(environ, inventory.gpus)
-    accelerator = _accelerator("auto", len(visible))
+    accelerator = _accelerator("auto", len(visible), interpreter)
     return Placement(**_device_facts(accelerator, visible), num_gpus=len(visible) if accelerator == "cuda" else 1)
 
 
@@ -65,12 +76,14 @@ def choose_precision(requested: Precision | Literal["auto"], placement: Placemen
     return placement.supported_precisions[0] if requested == "auto" else requested
 
 
-def _accelerator(requested: str, visible: int, name: str = "--accelerator") -> Accelerator:
-    torch_cuda = environment.torch_cuda_version()
+def _accelerator(
+    requested: str, visible: int, interpreter: environment.Interpreter | None, name: str = "--accelerator"
+) -> Accelerator:
+    torch_cuda = environment.torch_cuda_version() if interpreter is None else interpreter.torch_cuda_version
     if requested == "cpu" or (requested == "auto" and (visible == 0 or torch_cuda is None)):
         return "cpu"
     if torch_cuda is None:
-        raise UsageError(f"{name} cuda, but the installed torch is a CPU build", remedy="install torch for CUDA")
+        raise UsageError(f"{name} cuda, but no torch for CUDA is installed", remedy="install torch for CUDA")
     if visible == 0:
         remedy = f"check nvidia-smi and CUDA_VISIBLE_DEVICES, or use {name} cpu"
         raise UsageError(f"{name} cuda, but no GPU is visible", remedy=remedy)
@@ -101,8 +114,8 @@ def _ranks(options: Options, environ: Mapping[str, str], accelerator: Accelerato
     if hosts:
         slots = sum(map(len, hosts.values()))
         if options.num_gpus not in (None, slots):
-            selected = "the hostfile has" if not (options.include or options.exclude) else "the selected hosts have"
-            problem = f"{flag} {options.num_gpus}, but {selected} {slots} slots"
+            selected = "the hostfile has" if not (options.include or options.exclude) else "the selection has"
+            problem = f"{flag} {options.num_gpus}, but {selected} {format_items(slots, 'slot')}"
             raise UsageError(problem, remedy=f"leave {flag} out; {options.spelling_of('include')} selects slots")
         return slots
     requested = options.num_gpus or world_size(environ)

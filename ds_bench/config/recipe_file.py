@@ -84,7 +84,8 @@ def parse_recipe(text: str, name: str = "", folder: Path = Path()) -> RecipeText
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f", line {mark.line + 1}" if mark else ""
-        raise UsageError(f"{name}{line}: not YAML: {error.problem or error.context}", remedy=_REMEDY) from None
+        problem = ", ".join(filter(None, [error.context, error.problem]))
+        raise UsageError(f"{name}{line}: not YAML: {problem}", remedy=_REMEDY) from None
     except (yaml.YAMLError, RecursionError) as error:
         raise UsageError(f"{name}: not YAML: {error}", remedy=_REMEDY) from None
     if not isinstance(data, dict):
@@ -116,7 +117,9 @@ def with_value(text: RecipeText, path: KeyPath, value: Any) -> RecipeText:
     data = copy.deepcopy(text.data)
     block: Any = data
     for step in path[:-1]:
-        block = block.setdefault(step, {}) if isinstance(block, dict) else None
+        if isinstance(block, dict) and block.get(step) is None:  # a section without keys
+            block[step] = {}
+        block = block[step] if isinstance(block, dict) else None
     if not isinstance(block, dict):
         problem = f"{'.'.join(map(str, path))} cannot be set: {'.'.join(map(str, path[:-1]))} is not a section"
         raise UsageError(problem, remedy=_REMEDY)

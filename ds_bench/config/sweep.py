@@ -44,7 +44,7 @@ class Sweep:
 
     @property
     def max_points(self) -> int:
-        """Number of points if none is excluded; counted without expanding them."""
+        """The most points that there can be, without expanding them."""
         return math.prod(len(values) for values in self.axes.values()) + (len(self.include) if self.axes else 0)
 
     @property
@@ -54,7 +54,7 @@ class Sweep:
     def points(self) -> list[Point]:
         """Return the points in order, the last axis varying fastest; one empty point without axes.
 
-        Raises UsageError if every point is excluded.
+        Raises UsageError if every point is excluded and nothing is included.
         """
         products = [dict(zip(self.axes, values, strict=True)) for values in itertools.product(*self.axes.values())]
         points = [point for point in products if not any(_matches(point, entry) for entry in self.exclude)]
@@ -142,7 +142,8 @@ def _checked_values(text: RecipeText, place: KeyPath, values: list[Any]) -> list
     seen: list[tuple[type, Any]] = []
     for value in values:
         if isinstance(value, dict) or is_swept_list(name, value):
-            raise text.error(place, f"{name} holds a list in a list", "write [VALUE, …]")
+            what = "a block" if isinstance(value, dict) else "a list"
+            raise text.error(place, f"{name} holds {what} in a list", "write [VALUE, …]")
         # With its type, since 1, 1.0 and True are equal.
         if (type(value), value) in seen:
             raise text.error(place, f"{name} has {value!r} twice", "leave one out")

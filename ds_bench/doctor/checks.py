@@ -51,7 +51,7 @@ def run_all_checks(
     """
     torch_cuda = environment.torch_cuda_version() if interpreter is None else interpreter.torch_cuda_version
     inventory = system.read_gpus()
-    placement = default_placement(system.environ, inventory)
+    placement = default_placement(system.environ, inventory, interpreter)
     placement = dataclasses.replace(placement, nvme_path=None if nvme_path is None else str(nvme_path))
     slots = {} if hostfile is None else read_hostfile(hostfile)
     facts = TrainingFacts(

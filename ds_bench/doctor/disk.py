@@ -24,7 +24,7 @@ from ..system import files
 from ..system.files import IN_MEMORY, NETWORK, file_system
 from ..system.helper_programs import run_tool
 from ..system.host_resources import read_text
-from ..units import format_bytes, format_items, format_millions, from_gb
+from ..units import format_bytes, format_items, format_with_suffix, from_gb
 from .findings import Finding, SystemAccess, ok, problem, run_checks, unreadable, warning
 
 SWAP_BYTES_PER_PARAMETER = 18
@@ -109,7 +109,7 @@ def check_nvme(system: SystemAccess, path: Path, folder: NvmeFolder | None = Non
 def _check_space(path: Path) -> Finding:
     free = shutil.disk_usage(path).free
     parameters = free // SWAP_BYTES_PER_PARAMETER
-    text = f"{format_bytes(free)} free: room for a model of {format_millions(parameters)} parameters"
+    text = f"{format_bytes(free)} free: room for a model of {format_with_suffix(parameters)} parameters"
     if parameters < 10**9:
         return warning("NVMe space", text, "free some space: NVMe offload is for models that fit nowhere else")
     return ok("NVMe space", text)
@@ -226,6 +226,6 @@ def check_checkpoint_folder(given: str | None, profiles: Sequence[ModelProfile],
     if free < need:
         raise PreflightError(
             f"{path} has {format_bytes(free)} free, and a checkpoint of {name} takes about {format_bytes(need)} "
-            f"({format_millions(parameters)} parameters, {bytes_each} bytes each)",
+            f"({format_with_suffix(parameters)} parameters, {bytes_each} bytes each)",
             remedy="free some space, or give a folder on another disk with --checkpoint-path",
         )

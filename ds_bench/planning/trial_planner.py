@@ -264,7 +264,7 @@ def make_run_plan(points: Sequence[Options], make_config: MakeConfig, machine: M
     @cache
     def find_placement(num_gpus: int | None, cpu_limit: float | None, gpu_limit: float | None) -> Placement:
         options = replace(first, num_gpus=num_gpus, cpu_memory_limit=cpu_limit, gpu_memory_limit=gpu_limit)
-        return resolve_placement(options, machine.variables, machine.gpus)
+        return resolve_placement(options, machine.variables, machine.gpus, machine.interpreter)
 
     placements = [find_placement(each.num_gpus, each.cpu_memory_limit, each.gpu_memory_limit) for each in points]
     placement = placements[0]

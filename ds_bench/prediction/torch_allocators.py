@@ -238,6 +238,6 @@ def allocator_options(variables: Mapping[str, str] | None = None) -> dict[str, s
 
 
 def largest_rounded_bytes() -> float:
-    """Of a pinned buffer; infinite unless a variable limits it."""
+    """Return the largest size of a pinned buffer that is still rounded up; infinite unless a variable limits it."""
     limit = allocator_options().get("pinned_max_round_threshold_mb", "")
     return int(limit) * 2**20 if limit.isdecimal() else math.inf

@@ -14,7 +14,7 @@ from .model_profile import ModelProfile
 from .model_states import FP32_BYTES, LedgerBuilder
 
 DDP_BUCKET_BYTES, DDP_BROADCAST_BYTES = DDP_BUCKET_MB * 2**20, 250 * 2**20
-"""Of a bucket of gradients, and of torch's buckets in which the weights are sent first."""
+"""Size of a gradient bucket, and of the buckets in which torch first broadcasts the weights."""
 
 
 def ledger_by_phase(inputs: MemoryInputs) -> Phases:
@@ -75,16 +75,16 @@ def _fsdp2(inputs: MemoryInputs, builder: LedgerBuilder) -> Phases:
     """Ledgers of FSDP2: fp32 parts of every tensor, split by rows, and gathered groups in the number format of training
     (distributed/fsdp/_fully_shard).
 
-    The group of the tensors outside the blocks stays gathered from the forward pass to the end of backward. Of the
-    blocks the current one is gathered, and the next one into a flat buffer; in backward its gradients come to it, and
-    the flat copy that is reduced. Whole gradients of all groups are held while micro-batches are accumulated.
+    The group of the tensors outside the blocks stays gathered from the forward pass to the end of backward. The
+    current block is gathered, and the next one into a flat buffer. Backward adds the block's gradients and the flat
+    copy of them that is reduced. Whole gradients of all groups are held while micro-batches are accumulated.
     """
     profile, element, ranks = inputs.profile, inputs.element, inputs.data_parallel_size
     parts = row_parts(profile, ranks)
     part = sum(parts) - sum(parts[position] for position, _ in profile.frozen)
     if profile.layer:
         block, outside = sum(profile.layer), sum(profile.before) + sum(profile.after)
-    else:  # the blocks are not known by themselves: all but the largest tensor is taken to be in equal ones
+    else:  # the blocks' tensors are unknown: assume all but the largest are spread evenly over them
         outside = max(profile.all_tensors)
         block = (profile.all_parameters - outside) // profile.layers
     builder.add("gpu", "parameters", FP32_BYTES * sum(parts))

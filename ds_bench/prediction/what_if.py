@@ -24,7 +24,7 @@ from .replayed_need import ChildTraces, ReplayMode, predict_near
 LARGEST_BATCH = 65536
 """Largest micro-batch that is tried: if it fits, the largest that fits may be larger."""
 _NODE = 8
-"""GPUs of a node if ``ranks_per_node`` is not given."""
+"""GPUs of further nodes, if ``ranks_per_node`` is not given and all GPUs of the trial are on one node."""
 _MAX_GPUS = 8192
 """Largest number of GPUs that is tried."""
 BUCKET_KEY = "zero_optimization.reduce_bucket_size"
@@ -41,7 +41,7 @@ class PlannedTrial:
     placement: Placement
     configuration: Configuration
     ranks_per_node: int | None = None
-    """GPUs of a node; None: all ranks are on one node."""
+    """GPUs of a node; None: all ranks of this trial are on one node (see ``_NODE``)."""
     hidden_size: int | None = None
     """The model's, which decides the size of small buffers; None if unknown."""
     changes: Mapping[str, Any] = field(default_factory=dict)
@@ -112,8 +112,8 @@ class PlannedTrial:
 
 
 Settings = Mapping[str, Any]
-"""A change: ``strategy``, ``batch_size``, ``activation_checkpointing``, ``num_gpus`` or a key of the DeepSpeed
-configuration → its new value, in the order of naming."""
+"""A change: ``strategy``, ``loss``, ``batch_size``, ``activation_checkpointing``, ``num_gpus`` or ``BUCKET_KEY`` → its
+new value, in the order in which :func:`settings_text` names them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +193,9 @@ def with_settings(planned: PlannedTrial, settings: Settings) -> PlannedTrial:
             configuration = strategies.make_configuration(strategy, overlay(base, own), now.workload_changes)
             planned = replace(planned, configuration=replace(configuration, variables=now.variables))
         elif name == "num_gpus":
-            planned = replace(planned, placement=replace(planned.placement, num_gpus=value))
+            node = max(_NODE, planned.placement.num_gpus)
+            per_node = planned.ranks_per_node or (node if value > node else None)
+            planned = replace(planned, placement=replace(planned.placement, num_gpus=value), ranks_per_node=per_node)
         elif name == BUCKET_KEY:
             block = {"zero_optimization": {"reduce_bucket_size": value}}
             planned = replace(planned, changes=overlay(planned.changes, block))
@@ -220,19 +222,19 @@ def savings(planned: PlannedTrial) -> list[Saving]:
 
     Changes that save nothing on the accelerator are left out.
     """
-    now, configuration, on_gpu = planned.predict(), planned.configuration, planned.placement.accelerator == "cuda"
+    now, configuration, may_offload = planned.predict(), planned.configuration, planned.placement.accelerator == "cuda"
     blocks: list[tuple[str, dict[str, Any]]] = []
     if configuration.is_reference:
-        on_gpu = False  # and no buckets of ZeRO
+        may_offload = False  # torch's own engines have neither offload nor ZeRO's buckets
     elif configuration.stage and planned.hidden_size is not None:
         sizes = axes.small_sizes(planned.hidden_size)
         acting = deepspeed_config.sizes_for(sizes, configuration.stage, configuration.offload_param)
         blocks.append(("small_buffers", acting))
     elif configuration.stage:
         blocks.append(("a smaller bucket", {"reduce_bucket_size": SMALL_BUCKET}))
-    if on_gpu and configuration.stage and not configuration.offloads_optimizer:
+    if may_offload and configuration.stage and not configuration.offloads_optimizer:
         blocks.append(("optimizer offload", {"offload_optimizer": {"device": "cpu", "pin_memory": True}}))
-    if on_gpu and configuration.stage == 3 and configuration.layout[1:] == ("cpu", "none"):
+    if may_offload and configuration.stage == 3 and configuration.layout[1:] == ("cpu", "none"):
         blocks.append(("parameter offload", {"offload_param": {"device": "cpu", "pin_memory": True}}))
     named: list[tuple[str, Settings, PlannedTrial]] = []
     for name, block in blocks:
@@ -313,10 +315,10 @@ def max_batch(
 def smallest_change(planned: PlannedTrial, gpu_bytes: int, host_bytes: int | None = None) -> Change | None:
     """Return the cheapest change that makes the trial fit; None if it fits already or no change is enough.
 
-    In the order of cost: smaller buckets, activation checkpointing, a smaller micro-batch, the next ZeRO stages,
-    offload of the optimizer, of the parameters, both to NVMe, half the GPUs if the host lacks memory, more GPUs; then
-    the same together with checkpointing, and with checkpointing and a micro-batch of 1; last, another number of GPUs at
-    a later stage. A change with the verdict ``fits`` is preferred to all with the verdict ``tight``.
+    In the order of cost: a tiled loss, smaller buckets, activation checkpointing, a smaller micro-batch, the next ZeRO
+    stages, offload of the optimizer, of the parameters, both to NVMe, half the GPUs if the host lacks memory, more
+    GPUs; then the same together with checkpointing, and with checkpointing and a micro-batch of 1; last, another number
+    of GPUs at a later stage. A change with the verdict ``fits`` is preferred to all with the verdict ``tight``.
     """
     if fits(planned, gpu_bytes, host_bytes):
         return None
@@ -416,7 +418,7 @@ def _remedies(planned: PlannedTrial, smaller: _Numbers, others: _Numbers) -> Ite
 
 
 def _strategies_with_less_memory(planned: PlannedTrial) -> Iterator[str]:
-    """Yield the names of strategies that keep less on the GPU, in the order of their cost."""
+    """Yield the names of other strategies that may take less memory, in the order of their cost."""
     now = planned.configuration
     # A later stage without offload would move the optimizer states of a row that offloads back to the GPU.
     later = [] if now.offloads_optimizer else [f"zero{stage}" for stage in range(now.stage + 1, 4)]

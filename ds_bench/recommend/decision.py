@@ -209,7 +209,7 @@ def decide(
 def decide_for_speed(speeds: Speeds, rows: Sequence[Candidate] | None = None) -> Decision:
     """Choose the simplest of the ``rows`` (None: all) that are tied with the fastest of them.
 
-    Only rows with the optimizer of the simplest row take part, because speed is the optimizer's too.
+    Only rows with the optimizer of the simplest row take part, because the optimizer affects the speed too.
     """
     rows = speeds.candidates if rows is None else rows
     # Of the simplest row, not of the fastest: on CPU ranks CPU Adam by itself can make an offload row the fastest.
@@ -316,7 +316,7 @@ def _reason_not_eligible(row: ComparisonRow) -> Fact | None:
     """Return why a row with numbers cannot be chosen, whatever its memory and speed; None if it can."""
     if row.differences:
         return Fact("not_comparable", {"differences": "; ".join(row.differences)})
-    # Of several reasons a busy CPU is the least.
+    # A busy CPU leaves no row out; it only makes the answer provisional (``EligibleRows.disturbed``).
     disqualifying = [caveat for caveat in row.caveats if caveat.disqualifying and caveat.kind not in CPU_KINDS]
     if disqualifying:
         return Fact("invalid", {"text": disqualifying[0].text})

@@ -93,7 +93,7 @@ TEMPLATES: Mapping[str, str] = {
     "resorts": "try {resorts}: no other change is predicted to fit",
     "try_unknown": "try {resorts} (how much each would free is unknown)",
     "over_limit": "{row} is {excess:bytes} over 95 % of the card: {change}",
-    "more_failures": "{count} more rows failed: the table has their causes",
+    "more_failures": "{rows} failed: the table has their causes",
     # How rows failed, and what to do.
     "short": "at least {missing:bytes} short",
     "short_in_pieces": "{requested:bytes} requested with {free:bytes} free, but not in one block",

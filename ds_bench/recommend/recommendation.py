@@ -15,7 +15,7 @@ from ..analysis.intervals import FEWEST_RUNS
 from ..config.caveats import UNSTABLE_KINDS, Caveat, CaveatKind, has_kind
 from ..records import schema
 from ..system.invocation import OpenCommand
-from ..units import format_bytes, format_percent, format_rate
+from ..units import format_bytes, format_items, format_percent, format_rate
 from . import guide, remedies
 from .decision import (
     NEGLIGIBLE,
@@ -384,7 +384,7 @@ def _steps_for_failures(comparison: Comparison) -> Iterator[Fact]:
     failed = [row for row in comparison.rows if remedies.failed_run(row) is not None]
     yield from remedies.remedies_of(failed[:MAX_ROWS_NAMED], comparison)
     if len(failed) > MAX_ROWS_NAMED:
-        yield Fact("more_failures", {"count": len(failed) - MAX_ROWS_NAMED})
+        yield Fact("more_failures", {"rows": format_items(len(failed) - MAX_ROWS_NAMED, "more row")})
 
 
 def _caveat_steps(caveats: Sequence[Caveat]) -> Iterator[Fact]:

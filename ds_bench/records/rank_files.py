@@ -39,13 +39,13 @@ CONFIG_FILE = "ds_config.json"
 EXITS_FILE = "exits.jsonl"
 LEADER_LOG = "leader.log"
 _MAX_EXITS_BYTES = 2**22
-"""Tens of thousands of ranks."""
+"""Room for tens of thousands of ranks."""
 
 
 TRIAL_VARIABLE = "DS_BENCH_TRIAL"
 """On several hosts the ``scratch_id`` of the trial, in every process that belongs to it."""
 HOST_FOLDER_PREFIX = "ds_bench_trial_"
-"""Of the private folder of a trial that each of several hosts makes in its temporary folder."""
+"""Prefix of the private folder that each of several hosts makes for a trial in its temporary folder."""
 
 
 def rank_file(folder: Path, rank: int) -> Path:

@@ -23,9 +23,9 @@ def require_same_machine(store: RunFolder, facts: Environment) -> None:
     earlier = store.load_run().environment
     if earlier is None:
         raise UsageError(f"{store.folder} has no readable environment", remedy="start a new run")
-    differences = comparability_differences(earlier, facts)
-    if differences:
-        raise cannot_resume(store.folder, f"not the same machine: {'; '.join(differences)}")
+    machine_differences = comparability_differences(earlier, facts)
+    if machine_differences:
+        raise cannot_resume(store.folder, f"not the same machine: {'; '.join(machine_differences)}")
 
 
 def require_same_workload(store: RunFolder, trials: Sequence[Trial], leave_out: Sequence[str]) -> None:

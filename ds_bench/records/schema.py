@@ -1,7 +1,7 @@
 """Observations of a trial: a RankMeasurement per rank, an Outcome, and the TrialRecord that holds both.
 
-Samples are stored; ``analysis`` derives from them, and ``report`` rounds. Names end in the unit, bytes or seconds. None
-means that a value could not be measured.
+Samples are stored; ``analysis`` derives from them, and ``report`` rounds. Names end in the unit, such as bytes or
+seconds. None means that a value could not be measured.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class CheckpointAction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyWindow:
-    """How one rank's share of the weights changed in the first steps (worker/weight_change.py, ``early_window``)."""
+    """How one rank's share of the weights changed over the early window (worker/weight_change.py, ``early_window``)."""
 
     first_step: int
     """0-based number of the first step in the window, warm-up steps included."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..units import format_significant
+from ..units import format_items, format_significant
 from .table_layout import Table
 
 INK, FAINT, RULE, WARNING = "#1b1f24", "#57606a", "#80868c", "#a33b00"
@@ -94,8 +94,9 @@ class Chart:
     def alt_text(self) -> str:
         """The text alternative: title, axis and the value of each row."""
         listed = [" ".join(pair) for pair in self.values[:MAX_ROWS_IN_ALT_TEXT]]
-        more = len(self.values) - len(listed)
-        return f"{self.title}, {self.axis}: {'; '.join([*listed, *([f'{more} more rows'] if more else [])])}."
+        if more := len(self.values) - len(listed):
+            listed.append(format_items(more, "more row"))
+        return f"{self.title}, {self.axis}: {'; '.join(listed)}."
 
 
 def save_charts(title: str, charts: Sequence[Chart], folder: Path) -> list[Path]:

@@ -17,11 +17,11 @@ from ..units import (
     format_count,
     format_gb,
     format_items,
-    format_millions,
     format_ms,
     format_percent,
     format_rate,
     format_significant,
+    format_with_suffix,
 )
 from .comparison_columns import failure_text
 from .comparison_report import ComparisonReport
@@ -99,11 +99,14 @@ def _model_table(group: Sequence[ComparisonReport]) -> Table:
         names = [report.title for report in group]
 
     def throughput(row: ComparisonRow) -> str:
-        """Return tokens/s, with an asterisk if the row is not valid; the status if it has no throughput."""
+        """Return the throughput, with an asterisk if the row is not valid; the status if it has no throughput."""
         if row.tokens_per_second is None:
             return row.last_run.outcome.status
-        return format_rate(row.tokens_per_second) + ("" if row.invalid_reason is None else _INVALID)
+        unit = f" {row.rate_unit}" if len(units) > 1 else ""
+        return format_rate(row.tokens_per_second) + unit + ("" if row.invalid_reason is None else _INVALID)
 
+    units = list(dict.fromkeys(row.rate_unit for report in group for row in report.comparison.rows if row.succeeded))
+    what = f"{units[0][0].upper()}{units[0][1:]}" if len(units) == 1 else "Throughput"
     rows = []
     for name, report in zip(names, group, strict=True):
         cells = {row.label: throughput(row) for row in report.comparison.rows}
@@ -111,7 +114,7 @@ def _model_table(group: Sequence[ComparisonReport]) -> Table:
     invalid = any(cell.endswith(_INVALID) for row in rows for cell in row[1:])
     note = f"Rows with {_INVALID} are in doubt or disqualified: the notes of their own report say why."
     return Table(
-        title=(f"Tokens/s of the whole job, side by side ({device})",),
+        title=(f"{what} of the whole job, side by side ({device})",),
         columns=[Column(heading) for heading in ("Workload", *labels)],
         rows=rows,
         notes=[note] if invalid else [],
@@ -252,6 +255,8 @@ def _model_line(report: ComparisonReport) -> str:
         if isinstance(size, int):  # None if the model derives it, such as GPT-2's n_inner
             parts.append(f"{name} {format_count(size)}")
     parts.append(
-        f"{format_count(counts[0])} parameters ({format_millions(counts[0])})" if counts else "parameters not counted"
+        f"{format_count(counts[0])} parameters ({format_with_suffix(counts[0])})"
+        if counts
+        else "parameters not counted"
     )
     return f"{workload.model}: {' · '.join(parts)}"

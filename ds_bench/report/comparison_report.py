@@ -74,7 +74,7 @@ class ComparisonReport:
 
     @property
     def first_trial(self) -> Trial:
-        """The first row's trial; all rows share its workload and placement, except for what rows change."""
+        """The first row's trial; all rows share its workload and placement, except for what a row itself sets."""
         return self.comparison.rows[0].trial
 
     @cached_property
@@ -150,7 +150,7 @@ def build_report(
 ) -> ComparisonReport:
     """Compares rows of one workload and recommends one for the goal.
 
-    ``facts``: None: made from the summaries. ``resume``: the command that goes on with the run, None without one.
+    ``facts``: None derives them from the runs. ``resume``: the command that continues the run; None without one.
     Raises UsageError if ``relative_to`` names no row.
     """
     comparison = compare(runs, relative_to, environments=environments)

@@ -122,7 +122,7 @@ def write_planned_rows(rows: Sequence[PlanRow], folder: Path) -> list[str]:
         if trial.configuration.uses_nvme:
             doubt += f" {placement.nvme_path} stands for your NVMe folder."
         if nodes > 1:
-            doubt += f" For {nodes} nodes set num_machines in accelerate.yaml, and start it on each."
+            doubt += f" For {nodes} nodes, set num_machines in accelerate.yaml and run its command on each node."
         name = folder_name(row.configuration.name)
         planned = Trial(
             trial_id=row.configuration.name,
@@ -345,7 +345,7 @@ def accelerate_yaml(record: TrialRecord, config_file: Path) -> str:
         "use_cpu": False,  # with True, accelerate launch would leave DeepSpeed out; DS_ACCELERATOR chooses the CPU
         "deepspeed_config": deepspeed,
     }
-    # Without allow_unicode: PyYAML would write a next-line character (U+0085) as a line break.
+    # allow_unicode is left off: with it, PyYAML would write a next-line character (U+0085) as a line break.
     text: str = yaml.safe_dump(settings, sort_keys=False, width=10_000)  # paths are not wrapped
     return text
 
@@ -379,6 +379,7 @@ def _readme(
         launcher = ["deepspeed", "--hostfile", placement.hostfile]
         launcher += ["--include", placement.include] if placement.include else []
         launcher += ["--master_addr", placement.master_addr] if placement.master_addr else []
+        launcher += ["--master_port", str(placement.master_port)] if placement.master_port else []
     elif placement.hosts:  # of a job of Slurm or torchrun
         launcher = _torchrun(placement, "torchrun")
     launcher = [*device, *launcher]
@@ -429,7 +430,13 @@ def _torchrun(placement: Placement, *program: str) -> list[str]:
     nodes, first = placement.num_nodes, placement.master_addr or placement.hosts[0][0]
     by_slurm = (placement.host_command or "").startswith("srun ")
     launch = [*(["srun", f"--nodes={nodes}", "--ntasks-per-node=1"] if by_slurm else []), *program]
-    return [*launch, f"--nnodes={nodes}", ranks, "--rdzv-backend=c10d", f"--rdzv-endpoint={first}:29500"]
+    return [
+        *launch,
+        f"--nnodes={nodes}",
+        ranks,
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={first}:{placement.master_port or 29500}",
+    ]
 
 
 def _command(words: Sequence[str]) -> str:

@@ -87,7 +87,7 @@ class ProgressReporter:
         return show
 
     def _head(self, trial: Trial) -> str:
-        """``[2/24] ZeRO-1 run 1/3``; without the run where there is one of each row; in a sweep with the point."""
+        """``[2/24] ZeRO-1 run 1/3``; without the run number if each row runs once; in a sweep with the point."""
         run = f" run {trial.repeat + 1}/{self._repeats}" if self._repeats > 1 else ""
         point = f"{text}: " if (text := self._point_of(trial)) else ""
         pass_type, what = trial.workload.pass_type, trial.configuration.label
@@ -228,7 +228,7 @@ def nsys_command(family: str, arguments: Sequence[str], environ: Mapping[str, st
     """
     if environ.get("NSYS_PROFILING_SESSION_ID"):  # nsys sets it in the processes that it records
         return None
-    launcher = [] if "--launcher" in arguments else ["--launcher", "deepspeed"]
+    launcher = ["--launcher", "deepspeed"]  # the last one counts
     flags = "--trace=cuda,nvtx,cublas --sample=none --capture-range=cudaProfilerApi --capture-range-end=repeat"
     # A dry run prints this command too, which is meant to run.
     asked = [argument for argument in arguments if argument != "--dry-run"]

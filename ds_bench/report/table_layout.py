@@ -211,8 +211,8 @@ def printable(text: str, unicode: bool = True) -> str:
 def wrap(text: str, width: int, indent: str = "", *, max_lines: int | None = None) -> list[str]:
     """The text in lines that break between words; those after the first are indented. A longer word stays whole.
 
-    A number and its unit stay together, and so do a flag and its value, unless ``max_lines`` cuts the text: copied, a
-    broken command would be two.
+    A number and its unit stay together. So do a flag and its value unless ``max_lines`` is given, because a command
+    that is broken over two lines would be pasted as two.
     """
     text = _NUMBER_AND_UNIT.sub(_NO_BREAK, text)
     if max_lines is None:

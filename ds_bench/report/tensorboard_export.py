@@ -96,9 +96,9 @@ def _steps(run: Run, run_folder: Path | None) -> Iterator[TrialStep]:
         yield from monitored
         return
     record, row = run.record, run.row
-    if record is None or not (record.ranks and row.throughput_tokens_per_sec and row.avg_step_time_ms):
+    if record is None or not record.ranks:
         return
-    tokens_per_step = row.throughput_tokens_per_sec * row.avg_step_time_ms / 1000
+    tokens_per_step = (row.throughput_tokens_per_sec or 0) * (row.avg_step_time_ms or 0) / 1000
     slowest, losses = record.slowest_rank, run.losses
     end = 0.0 if record.started_at is None else datetime.fromisoformat(record.started_at).timestamp()
     end += record.start_seconds or 0.0
@@ -109,6 +109,6 @@ def _steps(run: Run, run_folder: Path | None) -> Iterator[TrialStep]:
             phase="warmup" if number < len(slowest.warmup_step_seconds) else "measured",
             time=end,
             seconds=duration,
-            tokens_per_second=tokens_per_step / duration if duration > 0 else None,
+            tokens_per_second=tokens_per_step / duration if tokens_per_step and duration > 0 else None,
             loss=losses[number] if number < len(losses) else None,
         )

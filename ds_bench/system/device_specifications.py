@@ -47,13 +47,18 @@ def peak_tflops(device_name: str, precision: str) -> float | None:
 
 
 def compute_capability(text: str) -> tuple[int, int] | None:
-    """Of the NVIDIA device that a name means, as a user or a driver gives it; None for a size and for other devices."""
+    """Return that of the NVIDIA device that a user's or driver's name means; None for a size or another device."""
     rows = {name: row for row in _table() for name in (row["name"], *row.get("memory_gb", {}))}
     for name in (*matching_names(text, rows), *_devices_with_memory(text)):
         if "compute_capability" in rows[name]:
             major, minor = rows[name]["compute_capability"]
             return major, minor
     return None
+
+
+def is_size(text: str) -> bool:
+    """Return whether a text is a size and not the name of a device."""
+    return not _devices_with_memory(text) and _SIZE.fullmatch(text.strip()) is not None
 
 
 def matching_names(text: str, names: Iterable[str]) -> list[str]:
@@ -75,7 +80,7 @@ def _without_form(text: str) -> str:
 
 
 def memory_bytes(text: str) -> int:
-    """Return the bytes of a GPU's name, or of a size such as ``80GB``, ``24GiB`` or ``79.1`` in units of 2**30.
+    """Return the memory in bytes that a GPU's name means, or a size: ``80GB``, ``24GiB``, or ``79.1`` times 2**30.
 
     A name may also be one that nvidia-smi prints: ``NVIDIA H100 80GB HBM3``. A size is taken literally: ``80GB`` is
     80 × 2**30, more than an "80 GB" GPU shows. Raises UsageError with the most similar names for anything else.

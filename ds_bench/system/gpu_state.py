@@ -31,7 +31,7 @@ class GpuFacts:
     index: int
     """NVML's number: the order of the PCI bus, before ``CUDA_VISIBLE_DEVICES`` is applied."""
     name: str | None = None
-    """Product name, e.g. ``NVIDIA H100 80GB HBM3``: the key of the table of peak rates."""
+    """Product name, e.g. ``NVIDIA H100 80GB HBM3``; peak rates are looked up by it."""
     uuid: str | None = None
     """``GPU-…``; the same across reboots and in containers."""
     compute_capability: tuple[int, int] | None = None

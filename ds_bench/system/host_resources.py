@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 
 ROOT = Path("/")
 _NO_LIMIT_BYTES = 2**62
-"""Version 1 writes "no limit" as the largest page-aligned long; no machine has a quarter of that."""
+"""Version 1 writes "no limit" as the largest page-aligned long; no machine has half of that."""
 _MAX_CPU_NUMBER = 2**16 - 1
 
 
@@ -136,7 +136,8 @@ def cgroup_cpu_periods(root: Path = ROOT) -> tuple[int, int] | None:
 def busy_cpu_seconds(cpus: Set[int], root: Path = ROOT) -> float | None:
     """CPU time used on these processors since the machine started, by every process and by the kernel.
 
-    Time that a hypervisor gave to others (steal) is counted too (/proc/stat, proc_stat(5)). ``None`` if one is missing.
+    Time that a hypervisor gave to others (steal) is counted too (/proc/stat, proc_stat(5)). ``None`` if one is not
+    listed.
     """
     ticks_by_cpu = {}
     for line in (read_text(root / "proc/stat") or "").splitlines():

@@ -35,7 +35,7 @@ class OpenCommand:
 
 
 def python(*, with_package: bool = False) -> str:
-    """``python``, or the path of this Python if that name is missing or another Python.
+    """``python``, or the path of this Python if that name is missing or means another Python.
 
     ``with_package``: with the variable that makes it find this package from the current folder, if it needs one.
     """

@@ -258,7 +258,7 @@ def end_led(leader: int, *, grace_seconds: float = 0.0, first_signal: int = sign
 
 
 def end_tree(leader: int | None, *, earlier: set[int], grace_seconds: float) -> set[int]:
-    """End a trial's process tree as :func:`end_processes` does. Return what is left: nothing, without a bug.
+    """End a trial's process tree as :func:`end_processes` does. Return what is left; anything there is a bug.
 
     ``leader``: of the trial's session; None if it was not started. ``earlier``: descendants of this process from before
     the trial, which are left alone. All other descendants belong to the trial, since orphans are adopted.

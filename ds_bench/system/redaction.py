@@ -74,7 +74,7 @@ def without(text: str, secrets: Sequence[str]) -> str:
 
 
 def redacted_arguments(arguments: Sequence[str]) -> list[str]:
-    """Return a typed command without credentials in values of ``--set`` and in addresses."""
+    """Return a typed command without credentials in values of ``--set``, and without user and password in addresses."""
     kept: list[str] = []
     for argument in arguments:
         head, value = ("--set=", argument[6:]) if argument.startswith("--set=") else ("", argument)

@@ -1,8 +1,8 @@
 """Builds DeepSpeed's compiled ops in its own process: ``python -m ds_bench.worker.build_op NAME…``.
 
 Prints one JSON line per op: ``{"op", "state": "ready" | "unsupported" | "failed", "seconds", "reason"}``; for a ready
-op also ``"libraries"``, the files that it loaded from the folder of built ops, relative to that folder. The names are
-DeepSpeed's builder classes (``CPUAdamBuilder``).
+op also ``"libraries"``, the files that this process has loaded from the folder of built ops, relative to that folder.
+The names are DeepSpeed's builder classes (``CPUAdamBuilder``).
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def measure_checkpoint(
 
 
 def _change_weights(trainer: training_loop.Trainer) -> None:
-    """Take a further optimizer step, and halve the 16-bit weights, because a step may leave most of them unchanged."""
+    """Take a further optimizer step, and halve the weights: a step may leave most of the 16-bit ones unchanged."""
     trainer.step()
     trainer.heartbeat.beat("inspect")  # the step has left its own phase behind
     with torch.no_grad():
@@ -176,8 +176,8 @@ def _remove(folder: Path) -> None:
 def _save_model(engine: Any, folder: Path) -> str | None:
     """Save only the weights, gathered on the first rank at stage 3.
 
-    There DeepSpeed does so only where ``stage3_gather_16bit_weights_on_model_save`` is set: the row trained without,
-    which changes nothing but this.
+    At stage 3 DeepSpeed does so only if ``stage3_gather_16bit_weights_on_model_save`` is set. It is set here for the
+    save, and affects nothing else.
     """
     if isinstance(engine, ReferenceEngine):
         engine.save_16bit_model(str(folder))

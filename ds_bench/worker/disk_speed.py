@@ -51,9 +51,8 @@ def measure(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     content = torch.randint(0, 256, (_CHUNK_BYTES,), dtype=torch.uint8)
     # Page-locked memory, as trials on a GPU use; DeepSpeed copies any other first (csrc/aio, bounce buffer).
     buffer = handle.new_cpu_locked_tensor(_CHUNK_BYTES, content)
-    buffer = (
-        buffer.copy_(content) if buffer.data_ptr() else content
-    )  # without an address if the limit on locked memory is too low
+    # It has no address if the limit on locked memory is too low.
+    buffer = buffer.copy_(content) if buffer.data_ptr() else content
     with tempfile.TemporaryFile(dir=folder) as file:
         # DeepSpeed opens files by path, and this path leads to the file without a name.
         name = f"/proc/self/fd/{file.fileno()}"

@@ -2,8 +2,8 @@
 
 For models whose shape is not known beforehand: a user's factory, trained whole or in part. A frozen weight has
 no gradient, so that its matrix product runs twice, not three times; a frozen layer before all trained ones runs once.
-Counted are matrix products, convolutions and attention, two operations for a multiply-add, by torch's own table
-(``torch.utils.flop_counter``) but for attention; attention in full, whatever a causal mask leaves out.
+It counts matrix products, convolutions and attention, with two operations for each multiply-add. The formulas are
+torch's own (``torch.utils.flop_counter``), except for attention, which counts in full even under a causal mask.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ _FORMULAS: Mapping[Any, Callable[..., int]] = {
 def _is_recomputing() -> bool:
     """Whether backward runs a part of a forward pass again, for activation checkpointing.
 
-    Backward records no operations, and what it repeats is recorded, but for the inside of autograd functions, such as
-    DeepSpeed's linear layers of stage 3: these are known by the hook that repeats it (torch/utils/checkpoint.py).
+    Grad mode is off in backward itself and on in a forward pass that it repeats, except inside autograd functions, such
+    as DeepSpeed's linear layers of stage 3: these show checkpoint's hook on the stack (torch/utils/checkpoint.py).
     """
     if torch.is_grad_enabled():
         return True

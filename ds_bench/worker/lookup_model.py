@@ -24,7 +24,7 @@ ARCHITECTURES = (
     "gpt2", "opt", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma2", "gemma3_text", "phi3",
     "deepseek_v2", "gpt_oss",
 )  # fmt: skip
-"""Architectures, by their names in Transformers, whose modules that multiply a token are known."""
+"""Architectures, by their names in Transformers, for which it is known which modules multiply a token."""
 
 _NUMBER_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Config keys for the number of routed experts."""

@@ -124,13 +124,14 @@ def measure(
         notes.append(f"{len(further)} further warm-up steps, until compiling was over")
     graphs = training_loop.compiled_graphs()
     retries, io_before = measured_memory.alloc_retries(accelerator), measured_memory.io_bytes()
-    # With one warm-up step or none the phase would be empty: first_step has ended it already, or nothing has run.
-    if len(samples.warmup_step_seconds) > 1:
+    # The phase would be empty if no step followed the one that ended first_step.
+    if len(samples.warmup_step_seconds) > min(workload.warmup_steps, 1):
         meter.end("warm_up")
     training_loop.measure_window(trainer, workload.num_steps, torch.distributed.barrier, samples)
     compiled_within = training_loop.compiled_graphs() - graphs
     if compiled_within:
-        notes.append(f"{compiled_within} graphs were compiled within the measured steps, which took longer for it")
+        graphs_text = "a graph was" if compiled_within == 1 else f"{compiled_within} graphs were"
+        notes.append(f"{graphs_text} compiled within the measured steps, which slowed them down")
     cpu_after = CpuReading.read()
     io_after = measured_memory.io_bytes()
     # Before the phase ends, which resets the peaks.
@@ -232,7 +233,7 @@ def _uses_tf32() -> bool:
 def _backward_with_ledger(engine: Any, loss: torch.Tensor) -> ledger.Ledger:
     """Run backward. Return a ledger from inside it: stages 1 and 2 hold their gradient buckets only there.
 
-    From the middle of backward at stage 2, which frees gradients on the way, and from the last gradient below. Empty at
+    At stage 2, which frees gradients on the way, from the middle of backward; below, at the last gradient. Empty at
     stage 3, whose bucket is always there, and where hooks on partitioned parameters are never called; and for reference
     engines, which hold as much when backward has ended.
     """

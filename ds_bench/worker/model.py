@@ -102,7 +102,7 @@ def build_model(
             for owner in module.modules():
                 held = {name: buffer for name, buffer in owner._buffers.items() if buffer is not None}
                 owner._buffers.update({name: buffer.to(device) for name, buffer in held.items()})
-        elif not at_stage3 and engine != "fsdp2":  # these move it part by part
+        elif not at_stage3 and engine != "fsdp2":  # stage 3 and FSDP2 move it part by part
             module.to(device=device)
     elif engine == "fsdp2":
         with matrices_on_meta():
@@ -136,7 +136,7 @@ def choose_trained(module: torch.nn.Module, choice: TrainedParameters, seed: int
     names = [name for name, _ in module.named_parameters()]
     for pattern in choice.freeze:
         if not any(trained_parameters.is_frozen(name, [pattern]) for name in names):
-            raise ValueError(f"--freeze {pattern}: no parameter has this in its name, for example {names[0]}")
+            raise ValueError(f"--freeze {pattern}: no parameter's name contains it; one is {names[0]}")
     for name, parameter in module.named_parameters():
         if not choice.trains(name):
             parameter.requires_grad_(False)
@@ -172,7 +172,7 @@ def _build_from_config(workload: Workload, dtype: torch.dtype, device: torch.dev
     if workload.dropout is not None:
         _set_config_dropouts(model_config, workload.dropout)
     # zero.Init patches constructors: importing the model's module for the first time inside it fails with a torch
-    # signature error. Suppressed, because other code may not name its modules so; building shows a real error.
+    # signature error. Suppressed: other code may name its modules differently, and building shows a real error.
     with contextlib.suppress(Exception):
         importlib.import_module(type(model_config).__module__.replace("configuration_", "modeling_"))
     with contextlib.nullcontext() if stage3 else device:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType  # type: ignore[attr-defined]  # whose documentation names it
+from torch.autograd import DeviceType  # type: ignore[attr-defined]  # documented by torch, missing in its types
 from torch.autograd.profiler_util import EventList
 from torch.profiler import ProfilerActivity
 
@@ -59,14 +59,14 @@ _CATEGORIES = (
 class ProfiledSteps:
     """The steps of one profiler on one rank, and the files that it writes."""
 
-    def __init__(self, name: str, trainer: training_loop.Trainer, trial: Trial, folder: Path, count: int) -> None:
-        """``folder``: of the trial. ``count``: steps that every rank takes."""
+    def __init__(self, name: str, trainer: training_loop.Trainer, trial: Trial, folder: Path, total_steps: int) -> None:
+        """``folder``: of the trial. ``total_steps``: steps that every rank takes."""
         self.trainer = trainer
         self.trial = trial
-        self.count = trial.inspection.profile_steps
+        self.observed_steps = trial.inspection.profile_steps
         """Steps to observe."""
         self.rank = torch.distributed.get_rank()
-        self.left = count
+        self.left = total_steps
         """Steps that are still to be taken, further ones of the profiler included."""
         self.is_training = False
         """Whether a step is being taken: an exception then comes from training, not from the profiler."""
@@ -132,8 +132,8 @@ def take_profiles(
                 continue
             path.unlink()
             if size:
-                limit = f"{MAX_FILE_BYTES / 2**20:.0f} MB; fewer --profile-steps"
-                all_notes.append(f"the profile {name} was removed: {path.name} had more than {limit}")
+                limit = f"{MAX_FILE_BYTES / 2**20:.0f} MB; use fewer --profile-steps"
+                all_notes.append(f"a file of the profile {name} was removed: {path.name} had more than {limit}")
         if files or lines:
             kept = tuple(line[:_MAX_LINE_LENGTH] for line in lines)
             profiles.append(asdict(Profile(name=name, files=tuple(files), lines=kept)))
@@ -144,7 +144,7 @@ def observe_time(steps: ProfiledSteps) -> Sequence[str]:
     """Take the steps under torch.profiler, and one further step for the memory timeline."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if steps.on_cuda else [])]
     with torch.profiler.profile(activities=activities) as profiler:
-        for _ in range(steps.count):
+        for _ in range(steps.observed_steps):
             with torch.profiler.record_function(_STEP):
                 steps.step()
         steps.synchronize()
@@ -157,7 +157,7 @@ def observe_time(steps: ProfiledSteps) -> Sequence[str]:
         sort_by=f"self_{device}_time_total", row_limit=_ROWS_IN_FILE, max_name_column_width=80, max_src_column_width=80
     )
     steps.file("txt").write_text(table, encoding="utf-8")
-    lines = lines_by_time(averages, "device" if steps.on_cuda else "CPU", steps.count)
+    lines = lines_by_time(averages, "device" if steps.on_cuda else "CPU", steps.observed_steps)
     with profile_memory(activities) as profiler:
         steps.step()
         steps.synchronize()
@@ -240,7 +240,7 @@ def observe_memory(steps: ProfiledSteps) -> Sequence[str]:
         return _observe_gpu(steps)
     measured_memory.reset_host_peak()
     with profile_memory() as profiler:
-        for _ in range(steps.count):
+        for _ in range(steps.observed_steps):
             steps.step()
     steps.trainer.heartbeat.beat("inspect")
     resident = measured_memory.peak_resident_bytes()
@@ -257,8 +257,8 @@ def observe_memory(steps: ProfiledSteps) -> Sequence[str]:
     lines.append("MB/step  calls/step  operator")
     for event in sorted(operators, key=lambda event: event.self_cpu_memory_usage, reverse=True)[:MAX_ROWS]:
         if event.self_cpu_memory_usage > 0:  # allocated and not freed by the operator itself
-            megabytes = event.self_cpu_memory_usage / 2**20 / steps.count
-            lines.append(f"{megabytes:7,.1f}  {event.count / steps.count:10,.0f}  {event.key}")
+            megabytes = event.self_cpu_memory_usage / 2**20 / steps.observed_steps
+            lines.append(f"{megabytes:7,.1f}  {event.count / steps.observed_steps:10,.0f}  {event.key}")
     return lines
 
 
@@ -266,7 +266,7 @@ def _observe_gpu(steps: ProfiledSteps) -> Sequence[str]:
     lines = ["step  allocated MB  peak MB  reserved MB"]
     torch.cuda.memory._record_memory_history(max_entries=_MAX_EVENTS)
     try:
-        for number in range(steps.count):
+        for number in range(steps.observed_steps):
             torch.cuda.reset_peak_memory_stats()
             steps.step()
             steps.synchronize()

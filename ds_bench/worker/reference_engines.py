@@ -242,14 +242,14 @@ class Fsdp2Engine(ReferenceEngine):
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
-        # A block is gathered before its forward pass, which it must have, as well as parameters.
+        # FSDP2 gathers a block before its forward pass, so a block needs a forward pass and parameters.
         without_forward = (torch.nn.ModuleList, torch.nn.ModuleDict)
         self._blocks = [
             block
             for block in find_blocks(model)
             if not isinstance(block, without_forward) and next(block.parameters(), None) is not None
         ]
-        # Blocks first: of the model fully_shard then takes the parameters that are in no block.
+        # Blocks first: for the model itself, fully_shard then takes only the parameters that are in no block.
         for group in (*self._blocks, model):
             report_progress()
             _materialize(group, names, dtype, device, seed)

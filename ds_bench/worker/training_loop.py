@@ -189,7 +189,7 @@ def reported_grad_norm(engine: Any) -> Any:
 
 
 def warm_up(trainer: Trainer, steps: int, after: Iterable[tuple[int, Callable[[], None]]] = ()) -> list[float]:
-    """Take ``steps`` steps. With fp16's dynamic loss scale, continue until the optimizer has not skipped a step.
+    """Take ``steps`` steps. With fp16's dynamic loss scale, continue until the optimizer has taken a step.
 
     ``after``: pairs of a number of steps and a function to call once that many are done; pairs beyond ``steps`` are
     ignored. Return the seconds of each step.

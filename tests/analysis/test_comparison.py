@@ -94,6 +94,14 @@ def test_each_caveat_of_several_runs_is_said_once() -> None:
     kinds = [caveat.kind for caveat in row.caveats]
     assert len(kinds) == len(set(kinds))
     assert row.caveats[kinds.index(CaveatKind.OUTLIERS)].values["count"] == 3, "of the run with most of them"
+    throttled = [
+        make_run(fakes.success(gpu(1, n), step_seconds=[0.1] * 10)).with_row(
+            caveats=(Caveat(CaveatKind.CPU_QUOTA, {"fraction": fraction}),), cpu_other_cores=other
+        )
+        for n, (fraction, other) in enumerate(((0.12, 0.3), (0.6, 0.1)))
+    ]
+    (row,) = compare(throttled).rows
+    assert [each.values["fraction"] for each in row.caveats if each.kind is CaveatKind.CPU_QUOTA] == [0.6]
     plain = [make_run(each) for each in (ran(1), ran(3, losses=(85.0,) * 12))]
     for given_runs in (plain, with_loss_caveats(plain)):
         assert [caveat.kind for caveat in compare(given_runs).rows[1].caveats] == [CaveatKind.LOSS_DIFFERS]

@@ -15,7 +15,7 @@ from ds_bench.analysis import comparison, load_results
 from ds_bench.analysis.load_results import Result
 from ds_bench.analysis.merge_results import ResultGroup, merge
 from ds_bench.config.identity import work_key
-from ds_bench.records.schema import METHOD_VERSION, TrialRecord
+from ds_bench.records.schema import METHOD_VERSION, SKIPPED, TrialRecord
 from ds_bench.system.environment import Environment
 from tests.support import fakes
 
@@ -166,6 +166,12 @@ def test_a_run_counts_once_in_whichever_results_it_is() -> None:
     (group,) = merge([one := result(first, second), one])
     assert group.runs == one.runs
     assert "a.json: 2 rows also in another result, counted once" in group.notes
+    # Rows that were never launched have no time of their own: those of two runs are different rows.
+    skipped = fakes.failure(fakes.trial(fakes.zero(3), on=CUDA), SKIPPED)
+    apart = [replace(result(first), runs=load_results.make_runs([replace(skipped, wall_seconds=None)], run_id=run_id))
+             for run_id in ("zero_1", "zero_2")]  # fmt: skip
+    (group,) = merge(apart)
+    assert len(group.runs) == 2
     # A run that was resumed adds only what its older copy lacks; the same command run again is another run.
     again = replace(first, started_at="2026-11-21T10:30:00+00:00")
     for other, expected in ((second, [(1, 0), (2, 0)]), (again, [(1, 0), (1, 1)])):

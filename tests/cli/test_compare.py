@@ -201,6 +201,9 @@ def test_rows_of_one_strategy_are_paired_by_their_work(tmp_path: Path) -> None:
     small, large = runs(2, 0.2), runs(2, 0.3, of=fakes.workload(batch_size=8))
     found = of(tmp_path, [*small, *large], [*large, *small])
     assert [pair.ratio for pair in found.rows] == [pytest.approx(1), pytest.approx(1)]
+    # The row with an equal partner gets it, whichever comes first.
+    found = of(tmp_path / "fewer", [*small, *large], large)
+    assert [pair.ratio for pair in found.rows] == [None, pytest.approx(1)]
 
 
 # ------------------------------------------------------------------ explain

@@ -58,6 +58,7 @@ def test_accelerates_and_a_trainers_own_keys_become_the_configuration_that_they_
     assert (file.kind, file.precision, file.activation_checkpointing) == ("trainer", "bf16", True)
     assert file.arguments == {"learning_rate": 2e-5, "warmup_steps": 0.1}
     assert (file.batch_arguments, file.config) == ({"per_device_train_batch_size": 2}, DEEPSPEED)
+    assert read(values | {"deepspeed": json.dumps(DEEPSPEED)}).config == DEEPSPEED
 
 
 def test_a_deepspeed_file_that_is_named_is_read_from_next_to_it_or_below_a_folder_above(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_gpus_that_are_not_there_are_refused(subtests: pytest.Subtests) -> None:
 def test_a_torch_without_cuda_runs_on_the_cpu_unless_cuda_is_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "torch_cuda_version", lambda: None)
     assert place().accelerator == "cpu"
-    with pytest.raises(UsageError, match=r"--accelerator cuda, but the installed torch is a CPU build\. Install"):
+    with pytest.raises(UsageError, match=r"--accelerator cuda, but no torch for CUDA is installed\. Install"):
         place("--accelerator", "cuda")
     monkeypatch.setattr(environment, "torch_rocm_version", lambda: "6.4.43482")
     with pytest.raises(UsageError, match=r"torch is for ROCm 6.4.43482, which is not supported"):

@@ -45,5 +45,6 @@ def test_a_value_set_by_a_flag_replaces_its_list() -> None:
     found = find_sweep(read)
     assert found.points() == [{}]
     assert found.base["training"] == {"seq_len": 32, "steps": 3}
+    assert with_value(parse_recipe("training:"), ("training", "steps"), 3).data["training"] == {"steps": 3}
     with pytest.raises(UsageError, match=r"training\.steps is not a section"):
         with_value(read, ("training", "steps", "more"), 1)

@@ -3,8 +3,8 @@
 It runs in the script's own interpreter, whatever packages that has. So it imports nothing but the standard library
 until the script has, works from Python 3.9 and DeepSpeed 0.14 on, and uses only public names of DeepSpeed. Modules are
 patched when the script imports them. The same holds for the modules of this package that it loads (:func:`load`), which
-measure memory and load and classify errors. The request is ``trial.json`` in the trial's folder; the rank's file has
-the form of any other (``records.schema.RankMeasurement``). A test compares the names that are repeated here.
+measure memory and CPU load, and classify errors. The request is ``trial.json`` in the trial's folder; the rank's file
+has the form of any other (``records.schema.RankMeasurement``). A test compares the names that are repeated here.
 """
 
 from __future__ import annotations
@@ -410,7 +410,7 @@ class Hook:
             root,
             rank=self.rank,
             phase=self.phase,
-            step=len(self.steps) or None,
+            step=len(self.steps) if self.steps or self.phase in ("forward", "backward", "step") else None,
             emulated=self.emulated_bytes is not None,
             device_free_bytes=failure.device_free_bytes(),
         )
