@@ -229,7 +229,7 @@ class Parser(argparse.ArgumentParser):
             if scripts and "--configs" in flags:
                 near = invocation.command("run", "--configs", "FILE", "--", *scripts)
             elif not unknown[0].startswith("-") and "--model" in flags:
-                near = f"--model {unknown[0]}"
+                near = None if getattr(values, "name", None) else f"--model {unknown[0]}"
             self.error(f"Unknown argument {unknown[0]}", near)
         # The subcommand is not marked as required: argparse would report it before an unknown flag.
         if commands is not None and getattr(values, commands.dest) is None:

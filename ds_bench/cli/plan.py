@@ -154,7 +154,8 @@ def predict_plan(options: PlanOptions) -> tuple[MemoryPlan, list[str]]:
         in_bf16 = [row.label for row in rows if block_of(row.trial.config(), "bf16").get("enabled")]
         if in_bf16:
             remedy = "use --precision fp16, or fp16 in the file"
-            lines.append(f"{options.gpu} has no bf16 units and will not train {format_names(in_bf16, 4)} ({remedy})")
+            verb = f"{format_names(in_bf16, 4)} would be Unsupported"
+            lines.append(f"{options.gpu} has no bf16 units, and {verb} in a run ({remedy})")
     predicted = MemoryPlan(
         requested=question,
         gpu_bytes=capacity,

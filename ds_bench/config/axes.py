@@ -371,8 +371,8 @@ _TABLE = (
          default="1", stages=(0, 1, 2),
          changes=("parameters", "gradients", "optimizer_states", "activations", "time", "batch"),
          meaning="ranks that share every layer (tensor parallelism)",
-         note="must divide the ranks and the attention heads; the ranks of a group get the same data, which counts "
-              "once. Not for GPT-2. Memory is not predicted",
+         note="must divide the number of ranks and of attention heads; the ranks of a group get the same data, which "
+              "counts once. Not for GPT-2. Memory is not predicted",
          source="runtime/engine.py, _apply_autotp_partitioning; module_inject/auto_tp.py; since 0.16.4"),
     Axis("sequence_parallel", "Parallel ranks", keys=("sequence_parallel_size",), numbers=Numbers(least=1, most=1024),
          default="1", changes=("activations", "time", "batch"), meaning="ranks that share every sequence (Ulysses)",
@@ -468,7 +468,7 @@ _TABLE = (
     Axis("hpz", "ZeRO++", keys=(ZERO + "zero_hpz_partition_size",), numbers=Numbers(least=1, most=4096), compute=_hpz,
          default="1", stages=(3,), changes=("parameters", "time"),
          meaning="ranks that share a second copy of the parameters, so that the backward pass gathers within a node",
-         note="must divide the ranks; usually the GPUs of one node",
+         note="must divide the number of ranks; usually the GPUs of one node",
          source="arXiv 2306.10209; runtime/zero/partition_parameters.py, _partition_param_sec"),
     Axis("qwz", "ZeRO++", keys=(ZERO + "zero_quantized_weights",), switch=True, default="false", stages=(3,),
          changes=("peak", "time", "losses"), same_losses=("false",),

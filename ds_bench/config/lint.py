@@ -179,7 +179,7 @@ def _nested_findings(case: Case) -> Iterator[Finding]:
             place = f"{path}.{key}" if path else key
             if key not in known:
                 if path and place not in deepspeed_keys.removed_keys():
-                    yield _unknown_nested_key(path, key, value, block)
+                    yield _unknown_nested_key(path, key, values, block)
                 continue
             if "deprecated" in known[key]:
                 yield _old_name(place, known[key]["deprecated"], values, known, source)
@@ -200,14 +200,14 @@ def _nested_findings(case: Case) -> Iterator[Finding]:
                 yield Finding("named-twice", "error", f"{path}.{same_as}", reason, "keep one", source)
 
 
-def _unknown_nested_key(path: str, key: str, value: object, block: Mapping[str, Any]) -> Finding:
+def _unknown_nested_key(path: str, key: str, values: Config, block: Mapping[str, Any]) -> Finding:
     # A switch under the name of its block: {"fp16": {"fp16": true}}.
     switch = "enabled" if key == path and "enabled" in block["keys"] else None
     near = switch or deepspeed_keys.nearest_key(key, block["keys"], 0.7)
     if since := deepspeed_keys.keys_added_later().get(f"{path}.{key}"):
         remedy = f"use DeepSpeed {since} or later, or remove it"
     elif near is not None:
-        remedy = f"did you mean {near}?"
+        remedy = f"remove it; {near} is set as well" if near in values else f"did you mean {near}?"
     elif key == path:
         remedy = f"put its keys into {path} itself"
     elif key in deepspeed_keys.top_level_keys():
@@ -220,7 +220,7 @@ def _unknown_nested_key(path: str, key: str, value: object, block: Mapping[str, 
         remedy = f"remove it; it is a key of {' and '.join(others[:3])}" if others else remedy
     source = block.get("source", _CONFIG)
     # DeepSpeed drops "auto" before its pydantic model sees the key (runtime/config_utils.py).
-    if block["unknown"] == "refused" and value != AUTO:
+    if block["unknown"] == "refused" and values[key] != AUTO:
         reason = f"{path} has no such key, and DeepSpeed refuses it"
         return Finding("unknown-key", "error", f"{path}.{key}", reason, remedy, source)
     reason = "DeepSpeed does not know this key here and ignores it"

@@ -260,7 +260,7 @@ def plan_table(plan: MemoryPlan) -> Table:
     notes += plan.notes
     if loading := [row.label for row in plan.rows if row.prediction.host_phase == "load"]:
         which = "" if len(loading) == len(plan.rows) else f" ({format_list(loading, most=4)})"
-        when = f"while from_pretrained loads the weights{which}; below ZeRO-3 every rank loads all of them"
+        when = f"while from_pretrained loads the weights{which}; except at ZeRO-3, every rank loads all of them"
         notes.append(f"host memory peaks {when}")
     notes += _method_notes(plan)
     tight = {tier for row in plan.rows if row.verdict == TIGHT for tier in row.decisive_tiers}

@@ -140,19 +140,24 @@ def _result_text(record: TrialRecord) -> str:
 
 
 def count_line(plan: RunPlan) -> str:
-    """``4 points × 3 rows × 2 runs = 24 trials``."""
+    """``4 points × 3 rows × 2 runs = 24 trials``, and how many of them will not run."""
     trials, runs, points = plan.trials, plan.options.repeats, len(plan.plans)
     rows = {len(each.configurations) for each in plan.plans}
     count, most = f"{len(trials):,} trial{'s' if len(trials) != 1 else ''}", max(rows)
     if len(rows) == 1 and len(trials) == points * most * runs:
         factors = ((points, "point"), (most, "row"), (runs, "run"))
-        named = [f"{number:,} {name}{'s' if number > 1 else ''}" for number, name in factors if number > 1]
-        count = " × ".join(named) + f" = {count}" if len(named) > 1 else count
+        parts = [f"{number:,} {name}{'s' if number > 1 else ''}" for number, name in factors if number > 1]
+        count = " × ".join(parts) + f" = {count}" if len(parts) > 1 else count
     unsupported = sum(bool(trial.unsupported) for trial in trials)
     skipped = sum(trial.not_launched for trial in trials) - unsupported
     why = "predicted not to fit" if plan.options.skip_predicted_oom else "predicted far too large"
-    idle = [f"{number:,} {reason}" for number, reason in ((skipped, why), (unsupported, "unsupported")) if number]
-    return f"{count}, of which {unsupported + skipped:,} will not run: {', '.join(idle)}" if idle else count
+    reasons = [(number, reason) for number, reason in ((skipped, why), (unsupported, "unsupported")) if number]
+    if not reasons:
+        return count
+    idle = skipped + unsupported
+    named = ", ".join(f"{number:,} {reason}" if len(reasons) > 1 else reason for number, reason in reasons)
+    which = "none of which will run" if idle == len(trials) else f"of which {idle:,} will not run"
+    return f"{count}, {which} ({named})"
 
 
 def stand_in_line(plan: RunPlan) -> str | None:

@@ -206,7 +206,11 @@ def test_bf16_on_a_card_without_it_and_questions_without_an_answer(
     capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
 ) -> None:
     for flags, code, words in (
-        (["--gpu", "V100-32GB", "--strategies", "zero1"], 0, ["V100-32GB has no bf16 units and will not train ZeRO-1"]),
+        (
+            ["--gpu", "V100-32GB", "--strategies", "zero1"],
+            0,
+            ["V100-32GB has no bf16 units, and ZeRO-1 would be Unsupported"],
+        ),
         (["--gpu", "V100-32GB", "--strategies", "zero1", "--precision", "fp16"], 0, []),
         (["--gpu", "H1000"], 2, ["H1000", "H100"]),
         (["--num-gpus", "1000000000"], 2, ["1000000000", "100000"]),
