@@ -48,9 +48,9 @@ def pytest_configure() -> None:
 
 
 LONGEST = (
-    *("test_older_versions", "test_engine_allocations", "test_published_memory", "test_strategies", "test_two_hosts"),
-    *("test_simulated_card", "test_own_script", "test_prediction", "test_axes", "test_install", "test_factories"),
-    *("test_scripts", "test_failures_by_enumeration", "test_gpu_check"),
+    *("test_older_versions", "test_strategies", "test_two_hosts", "test_simulated_card", "test_own_script"),
+    *("test_engine_allocations", "test_prediction", "test_axes", "test_install", "test_factories", "test_scripts"),
+    *("test_failures_by_enumeration", "test_gpu_check"),
 )
 """Files that take minutes, longest first. One that began last would keep one worker busy while the others idle."""
 

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SUPPORT = ROOT / "tests" / "support"
 """Folder of the model factories ``faults`` and ``factories``; ranks find them on PYTHONPATH."""
 SHORT = Limits(
-    timeout_seconds=240,
+    timeout_seconds=480,
     stall_timeout_seconds=60,
     failure_grace_seconds=5,
     exit_grace_seconds=8,
