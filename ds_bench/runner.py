@@ -337,7 +337,7 @@ def with_predictions(plan: RunPlan, machine: Machine) -> RunPlan:
         options, length = each.options, each.trials[0].workload.seq_length
         return each.model.name, options.trust_remote_code, length, options.dropout, options.lora, options.freeze
 
-    for each in plan.plans:
+    for each in plan.plans if plan.options.own_script is None else ():
         variants.setdefault(key_of(each), []).extend(
             variant_of(trial.workload, trial.ds_config, trial.configuration.engine)
             for trial in each.trials

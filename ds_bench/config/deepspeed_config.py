@@ -239,7 +239,8 @@ def changes_of(
 ) -> Config:
     """Return the settings of ``config`` that do not follow from stage, offload devices and batch.
 
-    :func:`overlay` makes the same changes to the configuration of another strategy.
+    :func:`overlay` makes the same changes to the configuration of another strategy; precision blocks must be added
+    whole (``what_if.with_settings``).
     """
     changed = _difference(config, layout_config(config, configuration, workload, placement))
     for key in BATCH_KEYS:

@@ -79,7 +79,7 @@ def choose_precision(requested: Precision | Literal["auto"], placement: Placemen
 def _accelerator(
     requested: str, visible: int, interpreter: environment.Interpreter | None, name: str = "--accelerator"
 ) -> Accelerator:
-    torch_cuda = environment.torch_cuda_version() if interpreter is None else interpreter.torch_cuda_version
+    torch_cuda = environment.cuda_version_of(interpreter)
     if requested == "cpu" or (requested == "auto" and (visible == 0 or torch_cuda is None)):
         return "cpu"
     if torch_cuda is None:

@@ -49,7 +49,7 @@ def run_all_checks(
     ``hostfile``: lists further hosts to check. ``interpreter``: a user script's, checked instead of this one.
     Raises UsageError for a bad hostfile.
     """
-    torch_cuda = environment.torch_cuda_version() if interpreter is None else interpreter.torch_cuda_version
+    torch_cuda = environment.cuda_version_of(interpreter)
     inventory = system.read_gpus()
     placement = default_placement(system.environ, inventory, interpreter)
     placement = dataclasses.replace(placement, nvme_path=None if nvme_path is None else str(nvme_path))
@@ -155,7 +155,7 @@ def run_plan_checks(
     a user script's.
     """
     system = SystemAccess() if system is None else system
-    torch_cuda = environment.torch_cuda_version() if interpreter is None else interpreter.torch_cuda_version
+    torch_cuda = environment.cuda_version_of(interpreter)
     inventory = system.read_gpus()
     findings = run_check("packages", lambda: software.check_packages_of(interpreter))
     if placement.accelerator == "cuda":

@@ -322,6 +322,11 @@ def require_installed(package: str, asked_by: str) -> None:
         )
 
 
+def cuda_version_of(interpreter: Interpreter | None) -> str | None:
+    """Return the CUDA version that an interpreter's torch was built for. ``interpreter``: None for this one."""
+    return torch_cuda_version() if interpreter is None else interpreter.torch_cuda_version
+
+
 def torch_cuda_version() -> str | None:
     """Return the CUDA version that torch was built for; None for other builds."""
     return _torch_built_for("cuda")
