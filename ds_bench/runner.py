@@ -23,7 +23,7 @@ from .analysis import flops, provenance
 from .analysis.comparison import ComparisonRow, rows_of
 from .config import trained_parameters
 from .config.deepspeed_config import MakeConfig
-from .config.deepspeed_keys import answer_for
+from .config.deepspeed_keys import use_version
 from .config.identity import row_key, work_key
 from .config.options import Options
 from .config.spec import Trial, point_text
@@ -117,7 +117,7 @@ def run_comparison(
                     require_writable_csv(options.csv)
                 machine = _read_machine(options)
                 script_packages = {} if machine.interpreter is None else machine.interpreter.packages
-                versions.enter_context(answer_for(script_packages.get("deepspeed")))
+                versions.enter_context(use_version(script_packages.get("deepspeed")))
                 if options.resume is not None:  # before anything that the folder names is looked at
                     require_same_machine(RunFolder.open(options.resume), machine.environment)
                 plan, nvme_folder = with_nvme_folder(make_run_plan(points, make_config, machine))

@@ -35,8 +35,8 @@ def group_repeats(runs: Sequence[Run]) -> dict[str, list[Run]]:
         part_ids = tuple(map(id, _parts(run.trial)))  # repeats read from one file share these objects
         if part_ids not in keys:
             work = row_key(run.trial)
-            # The name of a flat row may contain axis values that no column holds, so it counts there. Elsewhere
-            # neither the name counts nor the configuration's folders, which the hash leaves out.
+            # The name of a flat row may contain axis values that no column holds, so there it counts. Elsewhere
+            # neither the name nor the configuration's folders count; the hash leaves them out.
             if run.row.config_hash is not None and run.has_record:
                 leave_out = ("config", "name", "engine", "repeat", "inspection")
                 work = run.row.config_hash + work_key(run.trial, leave_out=leave_out)
@@ -69,7 +69,7 @@ def incomparable_facts(a: Run, b: Run) -> list[Difference]:
     requested = [
         facts(run.trial, leave_out=("config", "name", "engine", "variables", "repeat", "inspection")) for run in (a, b)
     ]
-    # None on one host; num_nodes already shows that one job has several hosts and the other does not.
+    # ranks_of_nodes is None on one host; num_nodes already shows that one job has several hosts and the other does not.
     if None in (each["ranks_of_nodes"] for each in requested):
         requested = [{**each, "ranks_of_nodes": None} for each in requested]
     found = {each.fact: each for each in differences(*requested)}

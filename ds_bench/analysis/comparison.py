@@ -210,7 +210,7 @@ def rows_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def pooled_rows(runs: Sequence[Run]) -> list[ComparisonRow]:
-    """Group the runs into rows with labels of their own, without ratios between them."""
+    """Group the runs into rows with unique labels, without ratios between them."""
     groups = group_repeats(runs)
     labels = unique_labels([next((run for run in group if run.row.success), group[0]) for group in groups.values()])
     return [_row(key, label, group) for (key, group), label in zip(groups.items(), labels, strict=True)]
@@ -296,7 +296,8 @@ def _row(key: str, label: str, runs: Sequence[Run]) -> ComparisonRow:
     )
 
 
-_FIGURE_OF_WORST = {CaveatKind.CPU_BUSY: "other", CaveatKind.CPU_QUOTA: "fraction", CaveatKind.OUTLIERS: "count"}
+_WORST_BY = {CaveatKind.CPU_BUSY: "other", CaveatKind.CPU_QUOTA: "fraction", CaveatKind.OUTLIERS: "count"}
+"""Kind of caveat → the value that decides which run is worst."""
 
 
 def _row_caveats(runs: Sequence[Run], rates: Sequence[float]) -> tuple[Caveat, ...]:
@@ -307,9 +308,9 @@ def _row_caveats(runs: Sequence[Run], rates: Sequence[float]) -> tuple[Caveat, .
     found = [(run, caveat) for run in runs for caveat in run.caveats]
     worst = [
         max((pair for pair in found if pair[1].kind is kind), key=lambda pair: pair[1].values[figure], default=None)
-        for kind, figure in _FIGURE_OF_WORST.items()
+        for kind, figure in _WORST_BY.items()
     ]
-    caveats = [caveat for run, caveat in found if caveat.kind not in _FIGURE_OF_WORST or (run, caveat) in worst]
+    caveats = [caveat for run, caveat in found if caveat.kind not in _WORST_BY or (run, caveat) in worst]
     failed = sum(not run.row.success for run in runs)
     if 0 < failed < len(runs):
         caveats.append(note(f"{failed} of {len(runs)} runs failed"))
@@ -370,7 +371,7 @@ def _means(rows: Sequence[ComparisonRow]) -> dict[str, list[RunMean]]:
     """The successful runs of every row, each with its position among all of them by start time.
 
     ``started_at`` has a resolution of one second; runs that start in the same second are ordered by round and by
-    position in the round. Runs of one round share a position if their file has neither.
+    position in the round. Without these, the runs of one round share a position.
     """
 
     def round_of(run: Run) -> int:
@@ -394,9 +395,9 @@ def _means(rows: Sequence[ComparisonRow]) -> dict[str, list[RunMean]]:
 def ratio_between(row: ComparisonRow, other: ComparisonRow) -> RatioInterval | None:
     """Return the throughput of ``row`` divided by the throughput of ``other``, with its confidence interval.
 
-    For rows of one comparison all its runs are used, at a level for all rows together
-    (``intervals.RowRatios.between``); for rows of two comparisons their own runs, at 95 %. None below three successful
-    runs of either row, and for a row and itself. Rows of one comparison must be comparable.
+    For two rows of one comparison all runs of the comparison are used, at a level that is corrected for the number of
+    rows (``intervals.RowRatios.between``); for rows of two comparisons their own runs, at 95 %. None below three
+    successful runs of either row, and for a row and itself. Rows of one comparison must be comparable.
     """
     if row.ratios is not None and row.ratios is other.ratios:
         return _mark_if_too_wide(row.ratios.between(row.key, other.key), row)

@@ -1,7 +1,7 @@
 """Checks that rows trained alike: compares losses, weights and optimizers with a reference row.
 
 A strategy must not change what is learned. Two rows of one workload train on the same batches from the same initial
-weights, so that a difference larger than rounding explains shows a wrong configuration.
+weights, so a difference too large to be rounding means that a configuration is wrong.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LOSS_TOLERANCE = {"fp32": 2e-4, "bf16": 5e-3, "fp16": 5e-3}
 _GRAD_NORM_TOLERANCE = {"fp32": 1e-3, "bf16": 3e-2, "fp16": 3e-2}
 """The same for the gradient norms; measured like ``_WEIGHT_TOLERANCE``: at most 3e-6 in fp32, 1.2e-3 in bf16."""
 _OTHER_FORMAT_TOLERANCE = 0.02
-"""Relative difference of the losses of a row that requests another number format, or compressed communication."""
+"""Relative difference of the losses that another number format or compressed communication explains."""
 _STAGE0_WRAPPERS = ("FP16_UnfusedOptimizer", "FP16_Optimizer")
 """Classes of DeepSpeed's optimizer wrapper that have the quirk (``CaveatKind.LOSS_QUIRK``)."""
 _QUIRK_MIN_DIFFERENCE = 2e-5
@@ -54,11 +54,11 @@ _WEIGHT_TOLERANCE = {"fp32": 2e-3, "bf16": 5e-2, "fp16": 5e-2}
 Measured on the CPU (``bench/training_mutants.py``: ``tiny``, stages 0 to 3, offload, DDP, FSDP2): at most 3.4e-5 in
 fp32; in bf16 8e-3 with DeepSpeed's CPU Adam and 3.6e-2 with DDP, which trains under autocast. A doubled learning rate
 gives 1.0; betas of 0.8 and 0.99 instead of 0.9 and 0.999 give 0.054. Another weight decay (4.7e-3 in fp32, 1.3e-2 in
-bf16) and no clipping (7.6e-3, 1.6e-2) are lost in the rounding of bf16: there the settings read back show them.
+bf16) and no clipping (7.6e-3, 1.6e-2) are lost in bf16 rounding; there only the settings read back reveal them.
 """
 _LATE_TOLERANCE = {"fp32": 1e-2, "bf16": 2e-2, "fp16": 2e-2}
-"""Relative difference up to which figures of the whole run are never reported. After 705 steps correct rows differed by
-2.6e-5 in fp32 and 1.3e-3 in bf16 at most."""
+"""Relative difference up to which figures of the whole run never count as different. After 705 steps correct rows
+differed by 2.6e-5 in fp32 and 1.3e-3 in bf16 at most."""
 _SPREADS = 3.0
 """A row may be this many times as far from the reference as the other correct rows are (their median)."""
 _COMMON_VALUES: dict[str, Any] = {
@@ -141,7 +141,7 @@ def _group_equal_batches(runs: Sequence[Run]) -> list[_Group]:
             common[id(trial.workload)] = replace(trial.workload, **_COMMON_VALUES)
         other = other_arithmetic(trial.configuration.axis_values), trial.common_settings
         batch = row.batch_size, row.grad_accum, row.data_parallel_size, common[id(trial.workload)], other
-        # A workload holds mappings, so that it cannot be a key of a dictionary.
+        # A workload holds mappings, so it cannot be a dictionary key.
         group = next((group for known, group in groups if known == batch), None)
         if group is None:
             groups.append((batch, group := {}))
@@ -190,7 +190,8 @@ def _requested_difference(a: Run, b: Run, *, learning: bool = False) -> str | No
         names.remove("gradient_clipping")  # it counts only where it acted
 
     def short(value: Any) -> str:
-        text = str(value[0] if isinstance(value, tuple) else value)  # for an optimizer, only its kind
+        shown = value[0] if isinstance(value, tuple) else value  # for an optimizer, only its kind
+        text = "unset" if shown in (None, {}) else str(shown)
         return text if len(text) <= 60 else f"{text[:57]}…"
 
     other = [f"its {name} is {short(own[name])}, not {short(theirs[name])}" for name in names]
@@ -201,7 +202,7 @@ def _arithmetic_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a DeepSpeed configuration says about arithmetic, besides batch and precision."""
     optimizer, zero, bf16 = (config.get(name) or {} for name in ("optimizer", "zero_optimization", "bf16"))
     kind, params = str(optimizer.get("type")).lower(), optimizer.get("params") or {}
-    # DeepSpeed makes AdamW of Adam unless ``adam_w_mode`` is off (engine.py).
+    # DeepSpeed turns Adam into AdamW unless ``adam_w_mode`` is off (engine.py).
     if kind == "adam" and params.get("adam_w_mode", True):
         kind = "adamw"
     return {
@@ -288,7 +289,7 @@ def _reference_row(group: _Group) -> Run | None:
         # Compared with it, every correct row would look wrong.
         if not _has_stage0_quirk(run):
             rows.setdefault(run.trial.configuration.name, []).append(run)
-    # More runs of a row say nothing new, and comparing all with all would take long.
+    # More runs of a row say nothing new, and comparing every run with every other would take too long.
     rows = {name: own[:3] for name, own in rows.items()}
     candidates = [run for own in rows.values() for run in own]
     right = [run for run in candidates if run.row.weight_change_norm != 0.0 and _trained_as_requested(run)]
@@ -362,11 +363,11 @@ def _early_difference(reference: Run, run: Run) -> Caveat | None:
 
 
 def _late_differences(reference: Run, alike_early: _Group) -> dict[int, Caveat]:
-    """Caveats by index of rows that trained alike in the first steps and then drifted further apart than such rows do.
+    """Caveats by index of rows that trained alike in the first steps and then drifted unusually far apart.
 
-    Rows are compared with the one that most others agree with over the whole run, the reference among equals. The usual
-    drift is the median over the other rows, each represented by the mean of its runs. A row's own repeats do not count,
-    since they share its error.
+    Rows are compared with the one that most others agree with over the whole run; if several tie, with the reference.
+    The usual drift is the median over the other rows, each represented by the mean of its runs. A row's own repeats do
+    not count, since they share its error.
     """
     rows: dict[str, list[int]] = {}
     # Over a long run the quirk's extra step, or a different precision, leads to different weights.

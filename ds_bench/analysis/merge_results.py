@@ -41,7 +41,7 @@ class ResultGroup:
     commands: tuple[str, ...]
     """The known command lines of the results, quoted for a shell, each once."""
     family: str | None
-    """``zero``, ``offload`` or ``recipe``, as ``arguments`` need it; None if no result holds its arguments."""
+    """``zero``, ``offload`` or ``recipe``: whose flags ``arguments`` are; None if no result holds its arguments."""
     arguments: tuple[str, ...]
     """Of the first result that holds them; empty if none does."""
     recipe: Mapping[str, Any]
@@ -83,7 +83,7 @@ class _GroupBuilder:
         return work_key(ours, leave_out=leave_out) == work_key(theirs, leave_out=leave_out)
 
     def differences(self, other: _GroupBuilder) -> list[str]:
-        """Return differences of hardware, versions and method. An environment known of only one side is one."""
+        """Return differences of hardware, versions and method. An environment that only one side has is one."""
         ours, theirs = self.environment, other.environment
         found = []
         if ours is not None and theirs is not None:

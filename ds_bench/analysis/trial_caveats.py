@@ -10,7 +10,7 @@ from functools import cache
 
 from ..config.caveats import Caveat, CaveatKind, as_caveat
 from ..config.deepspeed_config import AUTO, USED_UP
-from ..config.deepspeed_keys import answer_for
+from ..config.deepspeed_keys import use_version
 from ..config.identity import differences
 from ..config.rules import WRONG_TRAINING, Case, row_caveats
 from ..config.spec import Trial
@@ -170,7 +170,7 @@ def _script_caveats(record: TrialRecord, usual: Sequence[float], evaluated: Sequ
         ran_values = [f"{each.fact} {'not set' if each.a is None else json.dumps(each.a)}" for each in unlike]
         asked_values = [json.dumps(each.b) for each in unlike]
         yield Caveat(CaveatKind.OTHER_ENGINE, {"ran": ", ".join(ran_values), "asked": ", ".join(asked_values)})
-    with answer_for(rank.deepspeed_version):  # may differ from this program's
+    with use_version(rank.deepspeed_version):  # may differ from this program's
         case = Case(config={**rank.resolved_config, "gradient_accumulation_steps": rank.grad_accum})
         found = list(row_caveats(case, WRONG_TRAINING))
         found += filter(None, [unread_key(record.trial.ds_config)])

@@ -157,8 +157,8 @@ def baseline_name(run: Run) -> str:
     """Return ``<model>/<strategy>``, then the values that are not the scripts' defaults: ``/batch8-seq1024-4ranks``.
 
     It does not depend on other rows. Hardware, versions and the DeepSpeed configuration are left out, so that a row
-    keeps its name, and its baseline, when these change. For a script, batch size, accumulation and precision are left
-    out too: the script decides them, so a row that failed does not know them.
+    keeps its name, and its baseline, when these change. For a user's own script, batch size, accumulation and precision
+    are left out too: the script decides them, so a row that failed does not know them.
     """
     facts, workload = workload_facts(run), run.trial.workload
     # The file of token ids, and values of a sweep's point that no other part shows.

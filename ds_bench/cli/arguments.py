@@ -263,7 +263,7 @@ class Parser(argparse.ArgumentParser):
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         # argparse drops the value of --flag=-- and checks neither its type nor how many are left.
         if action.option_strings and "--" in arg_strings:
-            self.error(f"{'/'.join(action.option_strings)} -- has no value")
+            self.error(f"{'/'.join(action.option_strings)}: -- is not a value")
         # Split before argparse checks each word against the choices. It refuses a string of nothing but commas.
         if action.nargs == "+" and action.choices is not None:
             arg_strings = [part for text in arg_strings for part in text.split(",") if part] or arg_strings
@@ -335,7 +335,7 @@ def deepspeed_version(text: str) -> str:
     minor = re.fullmatch(r"(\d+\.\d+)(\.\d+)?", text)
     if minor is None or minor[1] not in MINOR_VERSIONS:
         raise argparse.ArgumentTypeError(
-            f"{text[:40]!r} is not one of {', '.join(MINOR_VERSIONS)}, or a release of them"
+            f"{text[:40]!r} is not {', '.join(MINOR_VERSIONS)} or a release of one of these, such as 0.18.2"
         )
     return text
 

@@ -65,7 +65,7 @@ def save_command(results: Sequence[Path], file: Path, tolerance: float | None) -
                 text = f"{what} of its {len(runs)} runs varies by {units.format_percent(variation)}"
                 remedy = "measure again on a quieter machine, or with more --repeats"
                 terminal.print_text(f"warning: {entry.name}: {text}, which hides smaller changes; {remedy}", sys.stderr)
-    terminal.print_text(f"baselines {file}", sys.stderr)
+    terminal.print_text(f"baselines written to {file}", sys.stderr)
     return OK
 
 

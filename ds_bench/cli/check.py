@@ -64,8 +64,8 @@ def show_findings(
     ``deepspeed_version``: such as ``0.18`` or ``0.18.2``; None for the installed one. ``select`` and ``ignore``: names
     of rules or levels. ``rule``: a rule to explain, or ``all``; nothing is checked then.
     """
-    names = (*rule_table(), *_GITHUB_LEVELS)
     for name in (*select, *ignore, *([rule] if rule not in (None, "all") else [])):
+        names = (*rule_table(), *(() if name == rule else _GITHUB_LEVELS))
         if name not in names:
             near = deepspeed_keys.nearest_key(name, names)
             every = f"list the rules with {invocation.command('check', '--explain', 'all')}"
@@ -83,7 +83,7 @@ def show_findings(
             raise UsageError(f"--model {model} is not a built-in model", remedy=presets.preset_remedy(model))
         size = ModelSize(name=facts.name, parameters=facts.parameters, largest_parameter=facts.largest_parameter)
     check = partial(lint.check_config, num_gpus=num_gpus, model=size, compute_capability=capability)
-    with deepspeed_keys.answer_for(deepspeed_version):
+    with deepspeed_keys.use_version(deepspeed_version):
         reports = check_files(paths, check)
 
     def is_shown(finding: Finding) -> bool:
@@ -99,7 +99,7 @@ def show_findings(
             {
                 "file": str(report.path),
                 "problem": report.problem,
-                # The text of a finding already says where DeepSpeed stops.
+                # The text of a finding already says when DeepSpeed stops.
                 "findings": [
                     {name: value for name, value in asdict(each).items() if name != "stops_when"}
                     | {"reason": each.text}

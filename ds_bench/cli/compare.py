@@ -1,4 +1,4 @@
-"""The commands ``compare``, two results row by row, and ``explain``, why one row differs from another."""
+"""The commands ``compare``: two results row by row, and ``explain``: why one row differs from another."""
 
 from __future__ import annotations
 

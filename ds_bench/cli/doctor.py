@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 
 from ..config.configuration_files import read_configuration_files
-from ..config.deepspeed_keys import answer_for
+from ..config.deepspeed_keys import use_version
 from ..config.training_script import find_python
 from ..doctor import checks
 from ..doctor.findings import Groups, SystemAccess, format_count, format_finding
@@ -32,7 +32,7 @@ def run_doctor(
     # First, so that an invalid file is refused before checks that may take minutes.
     files, file_lines = read_configuration_files(configs)
     interpreter = None if python is None else read_interpreter(find_python(python))
-    with answer_for(None if interpreter is None else interpreter.packages["deepspeed"]):
+    with use_version(None if interpreter is None else interpreter.packages["deepspeed"]):
         groups = checks.run_all_checks(
             SystemAccess(),
             nvme_path=nvme_path,

@@ -137,7 +137,7 @@ def predict_plan(options: PlanOptions) -> tuple[MemoryPlan, list[str]]:
             planned = replace(question, configuration=configuration, workload=workload)
             prediction = planned.judge(capacity)
             verdict = prediction.verdict(capacity, host)
-            # A search judges many trials, so replay only those near the GPU's memory.
+            # A search judges many trials, so replay only those that come close to filling the GPU.
             near = replace(planned, replays="near") if options.exact else planned
             rows.append(
                 PlanRow(

@@ -77,7 +77,7 @@ def read_values(name: str, texts: Sequence[str]) -> AxisValues:
     values: dict[Value, AxisValue] = {}
     for text in texts:
         value = _read_value(axis, text)
-        # Names of rows join values by plus signs, so that 1e+8 becomes 1e8.
+        # Row names join values by plus signs, so 1e+8 is written 1e8.
         spelling = text.lower() if isinstance(value, bool) else text.replace("+", "")
         values.setdefault(value, AxisValue(axis_name=axis.name, text=spelling, value=value))
     return tuple(values.values())

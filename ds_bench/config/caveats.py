@@ -131,9 +131,10 @@ class CaveatKind(StrEnum):
     OTHER_TRAINING = ("other_training", "trains differently on purpose: {how}",
         "compare what both rows learn in a full training run before you choose by speed")
     """Never recommended for its speed (``recommend/decision.py``)."""
-    OTHER_ENGINE = ("other_engine", "the script's engine ran {ran}; this row's file says {asked}",
+    OTHER_ENGINE = ("other_engine", "the script's engine ran with {ran}; this row's file says {asked}",
         "pass the configuration to the script another way (docs/own_work.md)", True)
-    OTHER_PARAMETERS = ("other_parameters", "trains {own} parameters, but {row} {theirs}: another model", None, True)
+    OTHER_PARAMETERS = ("other_parameters",
+        "trains {own} parameters, but {row} trains {theirs}: another model", None, True)
     OTHER_TOKENS = ("other_tokens", "step {step} on rank {rank} has {own}, but {theirs} in {row}: different work",
         "make the script's data and accumulation independent of the configuration", True)
     OTHER_DATA = ("other_data", "trained on different data from {row}'s, starting at step {step} (rank {rank})",

@@ -1,4 +1,4 @@
-"""The DeepSpeed configuration that trains a strategy's workload on a placement, and the changes that users make to it.
+"""The DeepSpeed configuration for a workload, a strategy and a placement, and the changes that users make to it.
 
 :func:`base_config` makes the part that a user's script may edit: batch, optimizer and ZeRO block for one GPU, with
 explicit values where DeepSpeed has changed a default. :func:`apply_changes` merges in ``--ds-config`` and ``--set``.

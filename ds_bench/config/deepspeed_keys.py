@@ -1,8 +1,8 @@
 """The keys that DeepSpeed reads, with types and defaults, for each minor version that this package supports.
 
 ``scripts/make_deepspeed_keys.py`` writes the tables from installed DeepSpeeds. DeepSpeed refuses any other key in a
-block that goes to a pydantic model, and ignores it elsewhere. All functions answer for :func:`version`: the installed
-DeepSpeed's, or the one named by :func:`answer_for`.
+block that goes to a pydantic model, and ignores it elsewhere. All functions describe :func:`version`: the installed
+DeepSpeed, or the one set by :func:`use_version`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ _FIRST_VERSIONS = {
     "zero_optimization.stage3_allgather_sequential": "0.18.5",
 }
 """Keys that our rows set and that a later release of a minor version added (seen in the code of each release)."""
+REMOVED_IN = "0.19.7"
+"""The release that removed features, among them MiCS and the 1-bit optimizers (seen in the code of each release)."""
 _chosen: ContextVar[str | None] = ContextVar("deepspeed_version", default=None)
 
 
 @contextlib.contextmanager
-def answer_for(version: str | None) -> Iterator[None]:
-    """Make this module and the rules answer for a version; None for the installed one.
+def use_version(version: str | None) -> Iterator[None]:
+    """Make this module and the rules describe a version; None for the installed one.
 
     One of :data:`MINOR_VERSIONS` stands for the release that its table was made from.
     """
@@ -45,7 +47,7 @@ def answer_for(version: str | None) -> Iterator[None]:
 
 
 def version() -> str:
-    """Return the DeepSpeed version that the answers are for, such as ``0.18.9``; the newest if none is installed."""
+    """Return the DeepSpeed version that is described, such as ``0.18.9``; the newest if none is installed."""
     return _chosen.get() or _installed() or str(_table(MINOR_VERSIONS[-1])["version"])
 
 
@@ -78,7 +80,7 @@ def tables() -> Mapping[str, Any]:
 
 @cache
 def _minor_version_for(version: str) -> str:
-    """The newest of MINOR_VERSIONS that is not newer; the oldest if all are."""
+    """The newest of MINOR_VERSIONS that is not newer than ``version``; the oldest if all are newer."""
     known = [each for each in MINOR_VERSIONS if _numbers(each) <= _numbers(version)]
     return known[-1] if known else MINOR_VERSIONS[0]
 
@@ -126,7 +128,7 @@ def refuses_unknown(block_path: str) -> bool:
 
 
 def removed_keys() -> frozenset[str]:
-    """Return the paths that DeepSpeed refuses because their feature was removed."""
+    """Return the paths whose feature was removed in DeepSpeed :data:`REMOVED_IN`, which refuses them."""
     return frozenset(tables()["removed"])
 
 

@@ -73,12 +73,13 @@ def check_config(
     renamed = {**config, "bf16": config["bfloat16"]} if "bfloat16" in config and config.get("bf16") is None else config
     read = without_later_keys(renamed)
     case = Case(config=read, num_gpus=num_gpus, model=model, compute_capability=compute_capability)
-    removed = "DeepSpeed 0.19.8 no longer has the feature, and refuses the key"
+    removed = f"the feature was removed in DeepSpeed {deepspeed_keys.REMOVED_IN}, which refuses the key"
     found = [
         *_unknown_top_level_keys(config),
         *(
             Finding("removed-key", "error", path, removed, _REMOVED_REMEDIES.get(path, "remove it"), _CONFIG)
             for path in sorted(deepspeed_keys.removed_keys())
+            if not deepspeed_keys.is_before(deepspeed_keys.REMOVED_IN)
             if path.rpartition(".")[2] in (written.block(path.rpartition(".")[0]) if "." in path else config)
         ),
         *_nested_findings(written),
@@ -328,7 +329,9 @@ def _optimizer_findings(case: Case) -> Iterator[Finding]:
     if not isinstance(name, str):
         return
     if case.optimizer in {"onebitadam", "onebitlamb", "zerooneadam"} - {*known["names"]}:
-        reason = f"{name} was removed in DeepSpeed 0.19.7"
+        if deepspeed_keys.is_before(deepspeed_keys.REMOVED_IN):
+            return
+        reason = f"{name} was removed in DeepSpeed {deepspeed_keys.REMOVED_IN}"
         yield _stops("removed-optimizer", path, reason, "use AdamW, or DeepSpeed 0.19.6")
         return
     if case.optimizer not in known["names"] and name not in known["torch_names"]:

@@ -78,7 +78,7 @@ def explain(rule: str) -> Explanation:
         finding, text = file_finding(rule, entry["what"]), entry["text"]
     else:
         config = overlay(BASE, entry["config"])
-        with deepspeed_keys.answer_for(version):
+        with deepspeed_keys.use_version(version):
             finding = next(each for each in lint.check_config(config, **known) if each.rule == rule)
         text = json.dumps(config, indent=2, ensure_ascii=False)
         finding = finding.at(position_of(text, parse_hjson(text), finding.path))

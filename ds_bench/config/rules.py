@@ -2,7 +2,7 @@
 
 ``lint`` reports every rule with a level. A rule with ``row`` also decides about a row of a comparison
 (``validation``): a refusal makes it Unsupported, a caveat is printed with it, and an ignored setting is left out of
-the copy of a file that a row trains (:func:`without_ignored`); only a row whose flags ask for it is refused.
+the copy of a file that a row trains with (:func:`without_ignored`); only a row whose flags ask for it is refused.
 
 Unless it names ``versions``, a rule was read in the code of DeepSpeed 0.19.8, at ``source`` below its package, or run
 with it.
@@ -31,7 +31,7 @@ _CPU_OPTIMIZERS = ("adamw", "adam", "adagrad", "lion")
 _TRUE = (True, 1, "1", "true", "t", "yes", "y", "on")
 """What pydantic reads as true."""
 _WHOLE_MODEL = 10**9
-"""DeepSpeed's default of ``sub_group_size`` and others: parameters."""
+"""DeepSpeed's default for ``sub_group_size`` and similar keys, in parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,8 @@ class Case:
     def has_cpu_optimizer(self) -> bool:
         """Whether DeepSpeed replaces an offloaded optimizer by its CPU version.
 
-        Also true if the training script gives one, since Trainer and Accelerate then pass DeepSpeed's.
+        Also true if the training script makes the optimizer, since Trainer and Accelerate then pass DeepSpeed's CPU
+        optimizer.
         """
         return self.optimizer in ("", *_CPU_OPTIMIZERS) and not self.is_on("optimizer.params.torch_adam")
 
@@ -222,7 +223,7 @@ def _lacks_precision(precision: Precision) -> When:
 
 
 def _is_for_gpus(axis: Axis) -> When:
-    """On the CPU accelerator. A row of the axis itself is refused for its value, before this."""
+    """True on the CPU accelerator at the axis's stages. A row that sets the axis itself is refused before this."""
     return lambda case: case.accelerator == "cpu" and case.is_on(axis.keys[0]) and case.stage in axis.stages
 
 
@@ -271,7 +272,7 @@ def _wrong_in_dynamic_scaling(path: str) -> When:
     )
 
 
-def _leaves_memory_open(kind: Literal["optimizer", "param"], *stages: int) -> When:
+def _leaves_pin_memory_unset(kind: Literal["optimizer", "param"], *stages: int) -> When:
     return lambda case: (
         case.stage in stages
         and case.offload(kind) is not None
@@ -329,7 +330,7 @@ _REFUSED_IN_ROWS = (
     Rule("zenflow-trains-other-weights", None, "zero_optimization.zenflow", row="refusal",
          when=lambda case: case.is_row and _uses_zenflow(case) and (case.stage == 3 or case.accelerator == "cpu"),
          reason="ZenFlow of DeepSpeed 0.19.8 trains weights different from the model's at stage 3, where it transposes "
-                "every matrix, and on CPU ranks, where the first loss differs and hardly falls",
+                "every matrix, and on CPU ranks, where the loss starts elsewhere and hardly falls",
          remedy="leave it out, or use stage 1 or 2 on GPUs", source="runtime/zenflow/engine_stage3.py"),
     *(Rule(f"{precision}-unsupported", None, f"{precision}.enabled", row="refusal", when=_lacks_precision(precision),
            reason=f"{precision} is not supported on this {{accelerator}} device",
@@ -560,7 +561,7 @@ _OF_FILES = (
          when=lambda case: any(isinstance(case.value(f"aio.{key}"), str) for key in deepspeed_keys.keys_of("aio")),
          reason="a value in aio is text, as ds_nvme_tune prints it",
          remedy="write numbers, true and false without quotes", source="runtime/swap_tensor/aio_config.py"),
-    # What works otherwise than it seems.
+    # Settings that do not do what they appear to do.
     Rule("old-form-of-zero", "warning", "zero_optimization",
          when=lambda case: isinstance(case.value("zero_optimization"), bool),
          reason="true and false are the old form, for stages 1 and 0", remedy='write {"stage": 1}',
@@ -583,16 +584,16 @@ _OF_FILES = (
          remedy="set it to 0, which turns prefetching off, or try it with the model",
          source="runtime/zero/partitioned_param_coordinator.py"),
     # Defaults that changed: the same file is another experiment with another version.
-    Rule("open-gradient-clipping", "hint", "gradient_clipping",
+    Rule("unset-gradient-clipping", "hint", "gradient_clipping",
          when=lambda case: "gradient_clipping" not in case.config,
          reason="unset: 1.0 since DeepSpeed 0.19.3, no clipping before", remedy="set it explicitly",
          source="runtime/constants.py"),
-    *(Rule(f"open-pin-memory-of-{kind}", "hint", f"{ZERO}offload_{kind}.pin_memory", when=when,
+    *(Rule(f"unset-pin-memory-of-{kind}", "hint", f"{ZERO}offload_{kind}.pin_memory", when=when,
            reason="unset: true since DeepSpeed 0.19.5, false before", remedy="set it explicitly",
            source="runtime/zero/offload_config.py")
-      for kind, when in (("optimizer", _leaves_memory_open("optimizer", 1, 2, 3)),
-                         ("param", _leaves_memory_open("param", 3)))),
-    Rule("open-overflow-check", "hint", "bf16.check_grad_overflow",
+      for kind, when in (("optimizer", _leaves_pin_memory_unset("optimizer", 1, 2, 3)),
+                         ("param", _leaves_pin_memory_unset("param", 3)))),
+    Rule("unset-overflow-check", "hint", "bf16.check_grad_overflow",
          when=lambda case: (case.stage in (1, 2) and case.is_on("bf16.enabled")
                             and "check_grad_overflow" not in case.block("bf16")),
          reason="unset: since DeepSpeed 0.19.3 a step with infinite gradients is skipped; before, it was applied",

@@ -49,7 +49,7 @@ class TokenFile:
             return None
         whole, read = (format_bytes(count * item_bytes(self.dtype)) for count in (self.tokens, self.read_tokens))
         return (
-            f"only {read} of {self.path} ({whole}), in evenly spaced parts, were read to check its ids; every rank "
+            f"only {read} of {self.path} ({whole}), in evenly spaced parts, was read to check its ids; every rank "
             "checks those that it trains on"
         )
 

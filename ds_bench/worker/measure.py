@@ -227,7 +227,10 @@ def _measure_training(
 
 def _uses_tf32() -> bool:
     """Whether fp32 matrix products run in TF32, by whichever of torch's switches, unless a variable turns it off."""
-    return torch.backends.cuda.matmul.fp32_precision == "tf32" and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"
+    matmul = torch.backends.cuda.matmul
+    # Before torch 2.9 there is only the older switch; later it may not be read beside the newer one.
+    allowed = matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else bool(matmul.allow_tf32)
+    return allowed and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"
 
 
 def _backward_with_ledger(engine: Any, loss: torch.Tensor) -> ledger.Ledger:

@@ -198,6 +198,7 @@ def test_only_selected_rules_count_and_no_selection_hides_an_unreadable_file(
         capsys.readouterr()
         assert commands.main(["check", "ds.json", *flags]) == 2
         assert capsys.readouterr().err == "ds-compare: Unknown rule 'tipe'. Did you mean 'type'?\n"
+    assert commands.main(["check", "--explain", "error"]) == 2  # a level, not a rule
     assert commands.main(["check"]) == 2
 
 

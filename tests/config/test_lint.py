@@ -76,19 +76,19 @@ def test_each_version_has_its_keys_and_defaults() -> None:
     later |= zero(2, offload_optimizer=CPU, zenflow={"topk_ratio": 0.1, "update_interval": 4})
     known = {"amp": {"enabled": False}, "fp16": {"hysteresis": 4}, **optimizer("OneBitAdam")}
     found = {}
-    for version in ("0.16", "0.17.1", "0.17", "0.18.2", "0.18", "0.19"):
-        with deepspeed_keys.answer_for(version):
+    for version in ("0.16", "0.17.1", "0.17", "0.18.2", "0.18", "0.19.6", "0.19"):
+        with deepspeed_keys.use_version(version):
             unread = rules.keys_read_later({**later, **known})
             assert rules.without_later_keys({**later, **known}).keys() == {*later, *known} - unread.keys()
             # A rule about a key that is not read does not apply.
             errors = {
                 name
                 for name in names(optimizer("AdamW") | later)
-                if name.startswith(("bf16-", "zenflow-", "open-overflow"))
+                if name.startswith(("bf16-", "zenflow-", "unset-overflow"))
             }
             found[version] = unread, errors, sorted(names(known) & {"removed-key", "removed-optimizer", "unknown-key"})
     states, zenflow, autocast = "bf16.bf16_optimizer_states", "zero_optimization.zenflow", "torch_autocast"
-    overflow, removed = "open-overflow-check", ["removed-key", "removed-optimizer"]  # its key came with 0.17
+    overflow, removed = "unset-overflow-check", ["removed-key", "removed-optimizer"]  # its key came with 0.17
     wrong = {overflow, "bf16-states-without-master-weights"}
     assert found == {
         "0.16": ({states: "0.18.3", zenflow: "0.17.5", autocast: "0.17.2"}, set(), []),
@@ -96,6 +96,7 @@ def test_each_version_has_its_keys_and_defaults() -> None:
         "0.17": ({states: "0.18.3"}, {overflow}, []),
         "0.18.2": ({states: "0.18.3"}, {overflow}, []),
         "0.18": ({}, wrong, []),
+        "0.19.6": ({}, wrong, []),  # 0.19.7 removed the features
         "0.19": ({}, wrong, removed),
     }
 

@@ -122,7 +122,7 @@ def disagreements(configs: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
 def test_key_by_key_on_values_of_every_type() -> None:
     paths, configs = set(), []
     for version in deepspeed_keys.MINOR_VERSIONS:  # a key of another version is unknown to this one
-        with deepspeed_keys.answer_for(version):
+        with deepspeed_keys.use_version(version):
             blocks, removed = deepspeed_keys.blocks(), deepspeed_keys.removed_keys()
             paths |= {f"{block}.{key}".lstrip(".") for block, facts in blocks.items() for key in facts["keys"]}
     # How older versions refused values of what is gone today nobody needs to know.

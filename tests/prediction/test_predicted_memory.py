@@ -205,11 +205,11 @@ def test_tensors_below_the_threshold_stay_gathered_with_their_padding() -> None:
     # Before DeepSpeed 0.19.3 what comes before the layers stays too, tied to the LM head or not.
     asked = case(2, persistence_elements=20, prefetch_elements=0)
     for version, more in (("0.19.2", TOY.before[0]), ("0.19.3", 0)):
-        with deepspeed_keys.answer_for(version):
+        with deepspeed_keys.use_version(version):
             assert gathered_elements(asked).persistent == 2 * 6 + more
     # Without known layers only the embedding is known to come before them.
     unlayered = replace(asked, profile=replace(TOY, before=(*TOY.tensors,), layer=(), after=()))
-    with deepspeed_keys.answer_for("0.19.2"):
+    with deepspeed_keys.use_version("0.19.2"):
         assert gathered_elements(unlayered).persistent == gathered_elements(asked).persistent
 
 

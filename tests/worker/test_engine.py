@@ -70,6 +70,9 @@ def test_tf32_is_recorded_however_it_was_switched_on(monkeypatch: pytest.MonkeyP
         assert measure._uses_tf32() is False
     finally:
         matmul.fp32_precision = before
+    monkeypatch.delenv("NVIDIA_TF32_OVERRIDE")
+    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_tf32=True))  # before torch 2.9
+    assert measure._uses_tf32() is True
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW"])
