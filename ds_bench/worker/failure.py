@@ -11,10 +11,7 @@ import re
 import sys
 import time
 import traceback
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from ..records.schema import RankFailure
+from typing import Any
 
 _CAUSES = tuple(
     (kind, re.compile(pattern, re.IGNORECASE | re.DOTALL))
@@ -169,10 +166,3 @@ def failure_facts(
         "traceback": full_traceback(error),
         "step": step,
     }
-
-
-def rank_failure(error: BaseException, **facts: Any) -> RankFailure:
-    """The failure as the rank reports it. ``facts``: see :func:`failure_facts`."""
-    from ..records.schema import RankFailure
-
-    return RankFailure(**failure_facts(error, **facts))

@@ -16,7 +16,6 @@ import signal
 import socket
 import sys
 import time
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from ..records.rank_files import (
     stacks_file,
 )
 from ..system import host_resources, processes, redaction
-from .failure import device_free_bytes, rank_failure
+from .failure import device_free_bytes, failure_facts
 
 
 def run(folder: Path, *, rank: int, local_rank: int, world_size: int) -> int:
@@ -100,7 +99,7 @@ def run(folder: Path, *, rank: int, local_rank: int, world_size: int) -> int:
         result = {"measurement": {**measured, **own}}
         code = 0
     except BaseException as error:  # KeyboardInterrupt and SystemExit too: a rank always leaves its file
-        failure = rank_failure(
+        failure = failure_facts(
             error,
             rank=rank,
             phase=heartbeat.phase,
@@ -113,13 +112,9 @@ def run(folder: Path, *, rank: int, local_rank: int, world_size: int) -> int:
         # secrets.
         with contextlib.suppress(OSError, ValueError):
             secrets = redaction.secrets_of(_read_config(folder))
-            failure = replace(
-                failure,
-                message=redaction.without(failure.message, secrets),
-                traceback=redaction.without(failure.traceback, secrets),
-            )
-        print(failure.traceback, file=sys.stderr, flush=True)
-        result = {"failure": asdict(failure)}
+            failure |= {name: redaction.without(failure[name], secrets) for name in ("message", "traceback")}
+        print(failure["traceback"], file=sys.stderr, flush=True)
+        result = {"failure": failure}
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()

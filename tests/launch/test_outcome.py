@@ -21,7 +21,7 @@ from ds_bench.records import schema
 from ds_bench.records.json_files import append_line, write_json
 from ds_bench.records.rank_files import HeartbeatWriter, RankExit
 from ds_bench.records.schema import Outcome
-from ds_bench.worker.failure import rank_failure as failure_report
+from ds_bench.worker.failure import failure_facts
 from tests.support import fakes
 from tests.support.shared_files import shared_files
 
@@ -393,8 +393,8 @@ def test_logs_of_real_failures_have_their_causes(tmp_path: Path, subtests: pytes
             if kind == "collective_timeout":
                 scene.ended(number, by=ABRT)
                 continue
-            failure = failure_report(raised(own_text), rank=number, phase="step", step=None)
-            write_json(scene.folder / f"rank{number}.json", fakes.failed_file(replace(failure, time=100.0 + number)))
+            facts = failure_facts(raised(own_text), rank=number, phase="step", step=None)
+            write_json(scene.folder / f"rank{number}.json", {"failure": {**facts, "time": 100.0 + number}})
         with subtests.test(log.name):
             outcome = scene.outcome("rank_failed", world=max(by_rank) + 1)
             assert (outcome.status, outcome.kind) == (status, kind)

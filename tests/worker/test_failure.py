@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ds_bench.records.schema import RankFailure
-from ds_bench.worker.failure import classify, rank_failure
+from ds_bench.worker.failure import classify, failure_facts
 
 
 def raised_by(call: Callable[[], object]) -> BaseException:
@@ -130,7 +130,7 @@ def test_the_failing_line_decides_where_the_text_does_not() -> None:
 
 
 def failure_of(error: BaseException, free_bytes: int | None = None) -> RankFailure:
-    return rank_failure(error, rank=1, phase="backward", step=7, device_free_bytes=free_bytes)
+    return RankFailure(**failure_facts(error, rank=1, phase="backward", step=7, device_free_bytes=free_bytes))
 
 
 def test_the_message_is_the_cause_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
