@@ -12,11 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from ..errors import UsageError
-from .presets import ModelFacts
+from .presets import ModelFacts, read_json
 
 _KEYS: Mapping[str, tuple[str, ...]] = {
     "h": ("embed_dim", "hidden_size", "n_embd", "d_model"),
@@ -133,24 +132,14 @@ class Architecture:
         return -(-image_tokens // self.image_tokens()) * per_image
 
 
-@cache
-def _read() -> Mapping[str, Any]:
-    import json
-    from importlib.resources import files
-
-    text = (files(__package__) / "architectures.json").read_text(encoding="utf-8")
-    described: Mapping[str, Any] = json.loads(text)
-    return described
-
-
 def families() -> tuple[str, ...]:
     """Names of the families, as ``model_type`` gives them, that are whole models."""
-    return tuple(name for name in _read()["families"] if not name.endswith("_vision_model"))
+    return tuple(name for name in read_json("architectures")["families"] if not name.endswith("_vision_model"))
 
 
 def not_causal_families() -> set[str]:
     """Families that read images or have an encoder, which the built-in workload does not train."""
-    described = _read()["families"]
+    described = read_json("architectures")["families"]
     return {
         name
         for name in families()
@@ -192,7 +181,7 @@ class _Builder:
 
     def add_family(self, model_type: str, config: Mapping[str, Any], *, prefix: str = "") -> None:
         """Add the sections of a family, and of those that it contains."""
-        family = _read()["families"][model_type]
+        family = read_json("architectures")["families"][model_type]
         config = {**family["defaults"], **config}
         differing = [key for key, value in family.get("requires", {}).items() if config.get(key, value) != value]
         differing += [key for key, other in family.get("equal", ()) if config.get(key, config[other]) != config[other]]
@@ -225,7 +214,7 @@ class _Builder:
     def _part(self, key: str, config: Mapping[str, Any], family: str | bool) -> dict[str, Any]:
         """The nested configuration of a part, with the model type that describes it and that part's defaults."""
         own = config.get(key)
-        defaults = _read()["families"][str(config["model_type"])]["defaults"].get(key, {})
+        defaults = read_json("architectures")["families"][str(config["model_type"])]["defaults"].get(key, {})
         if family is not True:
             # Older files have the keys of the text at the top.
             given = own if own is not None and own is not defaults else (config if key == "text_config" else {})
@@ -233,12 +222,12 @@ class _Builder:
             return {**defaults, **kept, "model_type": family}
         part = dict(own or defaults)
         part["model_type"] = _MODEL_TYPES.get(str(part.get("model_type")), part.get("model_type"))
-        if part["model_type"] not in _read()["families"]:
+        if part["model_type"] not in read_json("architectures")["families"]:
             raise UsageError(
                 f"{self.name}: its {key} is a {part['model_type']!r}, whose tensors ds_bench does not know by formula",
                 remedy="take a model of another family, or measure it with a factory: --model-factory",
             )
-        return {**_read()["families"][part["model_type"]]["defaults"], **part}
+        return {**read_json("architectures")["families"][part["model_type"]]["defaults"], **part}
 
     def _add_section(
         self, section: Mapping[str, Any], family: Mapping[str, Any], config: Mapping[str, Any], prefix: str
@@ -314,7 +303,7 @@ class _Builder:
             tensors=tuple(self.tensors),
             stacks=tuple(self.stacks),
             active_parameters=self.active,
-            image=_read()["families"][model_type].get("image"),
+            image=read_json("architectures")["families"][model_type].get("image"),
             facts=ModelFacts(
                 name=self.name,
                 model_type=model_type,
@@ -391,7 +380,7 @@ def _expand(lines: list[str], symbols: Mapping[str, Any]) -> Iterator[tuple[str,
     """The parameters that the lines describe: name and shape."""
     for line in lines:
         if line.startswith("@"):
-            yield from _expand(_read()["groups"][line[1:]], symbols)
+            yield from _expand(read_json("architectures")["groups"][line[1:]], symbols)
             continue
         name, sizes, *rest = line.split()
         conditions = [each[1:] for each in rest if each.startswith("?")]

@@ -94,7 +94,7 @@ def find_preset(name: str) -> ModelFacts | None:
         if known is None or not known.casefold().startswith(organization + slash) or Path(name).is_dir():
             return None
     entry = preset_entries()[known]
-    counts = _read("preset_counts")[known]
+    counts = read_json("preset_counts")[known]
     # A copy, because presets are read once and shared.
     return ModelFacts(name=known, model_type=entry["model_type"], config=deepcopy(entry["config"]), **counts)
 
@@ -146,12 +146,13 @@ def preset_entries() -> Mapping[str, dict[str, Any]]:
     """Return preset name → its ``model_type`` and ``config``, read on first use to keep imports fast. Read-only."""
     presets: dict[str, dict[str, Any]] = {}
     for family in _PRESET_FILES:
-        presets |= _read(f"preset_configs/{family}")
+        presets |= read_json(f"preset_configs/{family}")
     return presets
 
 
 @cache
-def _read(name: str) -> dict[str, dict[str, Any]]:
+def read_json(name: str) -> dict[str, dict[str, Any]]:
+    """Return what a JSON file of this package holds; ``name`` is without the ending. Read once, so do not change it."""
     import json
     from importlib.resources import files
 
