@@ -6,7 +6,6 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -113,21 +112,20 @@ def measure(
     notes: list[str | Caveat] = list(built.notes)
     if built.make_batch and not has_token_per_position(trainer.first_batch, micro_batch_size, workload.seq_length):
         notes.append(Caveat(CaveatKind.OWN_BATCHES, {"seq_length": workload.seq_length}))
-    samples = training_loop.Samples()
     early = early_window(config, workload.warmup_steps if workload.pass_type == "train" else 0)
     between = [(1, lambda: meter.end("first_step")), *change.watch(early, lambda: trainer.skipped)]
-    samples.warmup_step_seconds = training_loop.warm_up(trainer, workload.warmup_steps, between)
+    warmup_seconds = training_loop.warm_up(trainer, workload.warmup_steps, between)
     least = training_loop.DEEPCOMPILE_WARMUP if is_deepcompiled(config) else 0
-    further = training_loop.warm_up_compiled(trainer, len(samples.warmup_step_seconds), least)
+    further = training_loop.warm_up_compiled(trainer, len(warmup_seconds), least)
     if further:
-        samples.warmup_step_seconds += further
+        warmup_seconds += further
         notes.append(f"{len(further)} further warm-up steps, until compiling was over")
     graphs = training_loop.compiled_graphs()
     retries, io_before = measured_memory.alloc_retries(accelerator), measured_memory.io_bytes()
     # The phase would be empty if no step followed the one that ended first_step.
-    if len(samples.warmup_step_seconds) > min(workload.warmup_steps, 1):
+    if len(warmup_seconds) > min(workload.warmup_steps, 1):
         meter.end("warm_up")
-    training_loop.measure_window(trainer, workload.num_steps, torch.distributed.barrier, samples)
+    window = training_loop.measure_window(trainer, workload.num_steps, torch.distributed.barrier)
     compiled_within = training_loop.compiled_graphs() - graphs
     if compiled_within:
         graphs_text = "a graph was" if compiled_within == 1 else f"{compiled_within} graphs were"
@@ -159,10 +157,11 @@ def measure(
         "compiled_graphs": graphs + compiled_within if trainer.is_compiled else None,
         "early_window": change.early_window or None,
         "notes": notes,
-        **asdict(samples),
+        "warmup_step_seconds": warmup_seconds,
+        **window,
         "build_seconds": build_seconds,
         "init_seconds": init_seconds,
-        "first_step_seconds": (samples.warmup_step_seconds or samples.step_seconds)[0],
+        "first_step_seconds": (warmup_seconds or window["step_seconds"])[0],
         "gpu_init_peak_bytes": meter.highest("gpu_peak_bytes", "build", "initialize"),
         "cpus_allowed": None if workload.cpu_binding == "none" else sorted(os.sched_getaffinity(0)),
         **load_between(cpu_before, cpu_after),

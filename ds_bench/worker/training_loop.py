@@ -10,7 +10,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from itertools import cycle
 from typing import Any
 
@@ -45,19 +45,6 @@ def loss_of(output: Any) -> torch.Tensor:
 def synchronize(accelerator: str) -> None:
     if accelerator == "cuda":
         torch.cuda.synchronize()
-
-
-@dataclass(slots=True)
-class Samples:
-    """Samples of one rank: seconds and mean loss of each optimizer step, under the names of a RankMeasurement."""
-
-    warmup_step_seconds: list[float] = field(default_factory=list)
-    step_seconds: list[float] = field(default_factory=list)
-    window_seconds: float = 0.0
-    data_wait_seconds: float | None = None
-    losses: list[float | None] = field(default_factory=list)
-    grad_norms: list[float | None] = field(default_factory=list)
-    skipped_steps: int = 0
 
 
 class Trainer:
@@ -228,10 +215,11 @@ def compiled_graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-def measure_window(trainer: Trainer, steps: int, barrier: Callable[[], None], samples: Samples) -> None:
-    """Fill ``samples`` from the measured window, which is synchronized only before its first and after its last step.
+def measure_window(trainer: Trainer, steps: int, barrier: Callable[[], None]) -> dict[str, Any]:
+    """Take the measured steps. Return their fields of a RankMeasurement; losses and norms are of all steps so far.
 
-    ``barrier`` makes all ranks start together.
+    The window is synchronized only before its first and after its last step. ``barrier`` makes all ranks start
+    together.
     """
     skipped_before = trainer.skipped
     if trainer.recorder is not None:
@@ -240,19 +228,22 @@ def measure_window(trainer: Trainer, steps: int, barrier: Callable[[], None], sa
     barrier()
     synchronize(trainer.accelerator)
     start, waited_before = time.perf_counter(), trainer.data_wait_seconds
-    samples.step_seconds = trainer.time_steps(steps, measured=True)
+    step_seconds = trainer.time_steps(steps, measured=True)
     if trainer.synchronized:
         synchronize(trainer.accelerator)
-    samples.window_seconds = time.perf_counter() - start
+    window_seconds = time.perf_counter() - start
     if trainer.recorder is not None:
         trainer.recorder.report()
     waited = trainer.data_wait_seconds
-    if waited is not None and waited_before is not None:
-        samples.data_wait_seconds = (waited - waited_before) / steps
-    samples.skipped_steps = trainer.skipped - skipped_before
-    # After the window, since it reads from the device.
-    samples.losses = trainer.losses()
-    samples.grad_norms = trainer.grad_norms()
+    return {
+        "step_seconds": step_seconds,
+        "window_seconds": window_seconds,
+        "data_wait_seconds": None if waited is None or waited_before is None else (waited - waited_before) / steps,
+        "skipped_steps": trainer.skipped - skipped_before,
+        # After the window, since they read from the device.
+        "losses": trainer.losses(),
+        "grad_norms": trainer.grad_norms(),
+    }
 
 
 def repeated_loss(trainer: Trainer) -> float | None:

@@ -95,18 +95,18 @@ def test_the_loss_is_found_in_what_models_return() -> None:
 
 def test_the_window_is_what_follows_the_warm_up_and_reports_are_those_of_the_record(make: Make, tmp_path: Path) -> None:
     """Both steps of the warm-up and the second of the window are skipped."""
-    subject, samples = make(Engine(skips=lambda step: step in (1, 2, 4))), training_loop.Samples()
+    subject = make(Engine(skips=lambda step: step in (1, 2, 4)))
     subject.recorder = StepRecorder(tmp_path, 0, "cpu", grad_accum=2, tokens_per_step=64)
-    samples.warmup_step_seconds = training_loop.warm_up(subject, 2)
-    training_loop.measure_window(subject, 3, lambda: None, samples)
-    assert (len(samples.warmup_step_seconds), len(samples.step_seconds), len(samples.losses)) == (2, 3, 5)
-    assert samples.grad_norms == [1.0, 2.0, 3.0, 4.0, 5.0]  # of each step, as the engine has it at its end
-    assert samples.window_seconds >= sum(samples.step_seconds) > 0
-    assert (subject.skipped, samples.skipped_steps) == (3, 1)
+    warmup_seconds = training_loop.warm_up(subject, 2)
+    window = training_loop.measure_window(subject, 3, lambda: None)
+    assert (len(warmup_seconds), len(window["step_seconds"]), len(window["losses"])) == (2, 3, 5)
+    assert window["grad_norms"] == [1.0, 2.0, 3.0, 4.0, 5.0]  # of each step, as the engine has it at its end
+    assert window["window_seconds"] >= sum(window["step_seconds"]) > 0
+    assert (subject.skipped, window["skipped_steps"]) == (3, 1)
     steps = [step for _, step in StepFileReader(tmp_path, 0).new_samples()]
     assert [step.measured for step in steps] == [False] * 2 + [True] * 3
-    assert [step.seconds for step in steps] == [*samples.warmup_step_seconds, *samples.step_seconds]
-    assert [step.loss for step in steps] == samples.losses
+    assert [step.seconds for step in steps] == [*warmup_seconds, *window["step_seconds"]]
+    assert [step.loss for step in steps] == window["losses"]
     assert all((step.host_resident_bytes or 0) > 2**20 and step.gpu_peak_bytes is None for step in steps)
 
 
@@ -129,7 +129,7 @@ def test_warm_up_goes_on_while_fp16_skips_every_step(make: Make) -> None:
 def test_the_device_is_waited_for_at_both_ends_of_the_window(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine()
     monkeypatch.setattr(training_loop, "synchronize", lambda _accelerator: engine.calls.append("synchronize"))
-    training_loop.measure_window(make(engine), 1, lambda: engine.calls.append("barrier"), training_loop.Samples())
+    training_loop.measure_window(make(engine), 1, lambda: engine.calls.append("barrier"))
     assert engine.calls == ["barrier", "synchronize", *STEP, "synchronize"]
 
 
