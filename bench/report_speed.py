@@ -48,8 +48,7 @@ Json = dict[str, Any]
 _KEPT = harness.ROOT / "tests" / "data" / "zero_run" / "runs" / "zero_20261121_093000"
 _STAGES = (0, 1, 2, 3)
 _STEPS, _WARMUP_STEPS = 20, 5
-_WHOLE_BYTES = ("host_peak_bytes", "host_peak_steps_bytes", "host_pss_bytes", "host_shared_bytes")
-_SECONDS = ("import_seconds", "build_seconds", "init_seconds", "first_step_seconds")
+_WHOLE_BYTES = ("host_peak_bytes", "host_peak_steps_bytes", "host_pss_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,13 +102,11 @@ def _prediction(trial: Trial) -> Json:
 
 
 def _vary(rank: Json, numbers: random.Random) -> None:
-    rank["pid"] = numbers.randrange(1000, 4_000_000)
     rank["step_seconds"] = [numbers.gauss(0.1, 0.002) for _ in range(_STEPS)]
     rank["warmup_step_seconds"] = [numbers.uniform(0.1, 0.5) for _ in range(_WARMUP_STEPS)]
     rank["window_seconds"] = sum(rank["step_seconds"]) * numbers.uniform(1.0, 1.01)
     rank["losses"] = [numbers.gauss(6.9, 0.0001) for _ in range(_STEPS + _WARMUP_STEPS)]
     rank |= {name: int(rank[name] * numbers.uniform(0.9, 1.1)) for name in _WHOLE_BYTES}
-    rank |= {name: rank[name] * numbers.uniform(0.9, 1.1) for name in _SECONDS}
     rank["phase_seconds"] = {name: value * numbers.uniform(0.9, 1.1) for name, value in rank["phase_seconds"].items()}
     rank["ledger"]["cpu"]["other"] = numbers.randrange(2000, 4000)
 

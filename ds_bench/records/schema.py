@@ -67,7 +67,6 @@ class PhaseMemory:
     """The same with each shared page divided among its processes, data loader included."""
     gpu_peak_bytes: int | None = None
     """Peak allocated on the GPU within the phase."""
-    gpu_end_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,8 +151,6 @@ class ScriptMeasurement:
     """Token ids in the micro-batches, padding included; 0 if none were seen."""
     unpadded_tokens: tuple[int, ...]
     """The same without those that an attention mask hides."""
-    trained_tokens: tuple[int | None, ...]
-    """Labels other than -100; None without labels."""
     id_sums: tuple[int | None, ...]
     """Sum of the token ids, which shows whether ranks of two rows read the same data; None if none were seen."""
     micro_steps: tuple[int, ...]
@@ -185,7 +182,6 @@ class RankMeasurement:
     rank: int
     world_size: int
     hostname: str
-    pid: int
     device_name: str
     """Name of the GPU according to its driver; ``cpu`` on the CPU accelerator."""
     torch_version: str
@@ -202,8 +198,6 @@ class RankMeasurement:
     """Class of DeepSpeed's wrapper around that optimizer."""
     parameter_count: int
     """Elements of all parameters of the whole model; shared parameters count once."""
-    largest_parameter: int
-    """Elements in the largest single parameter."""
     resolved_config: Mapping[str, Any]
     step_seconds: tuple[float, ...]
     """Durations of the measured optimizer steps, in order."""
@@ -215,13 +209,6 @@ class RankMeasurement:
     """Mean loss over this rank's micro-batches, warm-up steps first; None if not finite."""
     skipped_steps: int
     """Measured steps that the optimizer skipped (fp16 overflow)."""
-    import_seconds: float
-    """From the start of the rank until torch and DeepSpeed are imported; near 0 if forked from the warm server."""
-    build_seconds: float
-    init_seconds: float
-    """``deepspeed.initialize``."""
-    first_step_seconds: float | None
-    """Duration of the first warm-up step, which includes compilation and allocation on first use."""
     gpu_total_bytes: int | None = None
     gpu_init_peak_bytes: int | None = None
     """Peak allocated while the model and the engine were built."""
@@ -241,10 +228,6 @@ class RankMeasurement:
     """Peak resident size from the first warm-up step on."""
     host_pss_bytes: int | None = None
     """Proportional set size after the last measured step: each shared page divided among the processes that map it."""
-    host_shared_bytes: int | None = None
-    """Resident pages shared with other processes after the last measured step."""
-    pinned_bytes: int | None = None
-    """Page-locked host memory, from DeepSpeed's tracker or the kernel."""
     nvme_stored_bytes: int | None = None
     """Size of this trial's swap files (whole node), after the last measured step."""
     nvme_read_bytes: int | None = None
@@ -279,8 +262,6 @@ class RankMeasurement:
     """Cores that this rank may use: the affinity mask's, or the cgroup's CPU quota if that is less."""
     cpu_threads: int | None = None
     """Threads in a parallel region of torch."""
-    omp_wait_policy: str | None = None
-    """The variable ``OMP_WAIT_POLICY``: how threads wait for each other; None if unset."""
     cpu_own_cores: float | None = None
     """Cores used by every process of the trial on this node that may run on this rank's processors, and by the programs
     that started it; mean from the first warm-up step to the last measured step."""

@@ -53,7 +53,6 @@ def load_between(before: CpuReading, after: CpuReading) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "cpu_cores": host_resources.usable_cores(),
         "cpu_threads": torch.get_num_threads(),
-        "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY"),
     }
     if seconds < MIN_SECONDS or before.busy_seconds is None or after.busy_seconds is None:
         return fields

@@ -75,8 +75,6 @@ class StorageCounter:
     def __init__(self) -> None:
         self._seen: set[tuple[str, int]] = set()
         self.ledger: Ledger = {}
-        self.pinned_bytes = 0
-        self._cuda = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
     def claim(self, category: str, tensors: Iterable[torch.Tensor | None]) -> None:
         """Add the storages of ``tensors`` that no earlier call has claimed."""
@@ -96,8 +94,6 @@ class StorageCounter:
             self._seen.add((device, pointer))
             row = self.ledger.setdefault("cpu" if device == "cpu" else "gpu", {})
             row[category] = row.get(category, 0) + size
-            if device == "cpu" and self._cuda and tensor.is_pinned():
-                self.pinned_bytes += size
 
 
 def count_storages(engine: Any, *, others: bool = True) -> StorageCounter:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -64,24 +64,19 @@ def measure(
     meter = measured_memory.PhaseMeter(accelerator)
     meter.end("import")
     layout = RankLayout.from_config(config)
-    start = time.perf_counter()
     engine_name = trial.configuration.engine
     built = build.build_model(workload, config, device, lambda: heartbeat.beat("build"), engine_name)
     model = built.module
     sizes, trained = build.parameter_sizes(model), build.parameter_sizes(model, trained=True)
     if not trained:
         raise ValueError("every parameter of the model is frozen (requires_grad is False): nothing would train")
-    build_seconds = time.perf_counter() - start
     meter.end("build")
     heartbeat.beat("init")
-    start = time.perf_counter()
     micro_batch_size = int(config["train_micro_batch_size_per_gpu"])
     mpu = register_sequence_attention(model, layout, micro_batch_size, workload.seq_length)
     engine = create_engine(engine_name, model, config, device, mpu, workload, lambda: heartbeat.beat("init"))
     if workload.compile != "none" or is_deepcompiled(config):
         engine.compile()
-    training_loop.synchronize(accelerator)
-    init_seconds = time.perf_counter() - start
     count = (workload.warmup_steps + workload.num_steps) * int(engine.gradient_accumulation_steps())
     own_batch_size = int(engine.train_micro_batch_size_per_gpu())
     held, loaded = prepare_batches(built, workload, config, layout, device, batch_size=own_batch_size, count=count)
@@ -141,6 +136,7 @@ def measure(
     measured = {
         "rank": torch.distributed.get_rank(),
         "world_size": torch.distributed.get_world_size(),
+        "hostname": socket.gethostname(),
         "device_name": torch.cuda.get_device_name() if accelerator == "cuda" else "cpu",
         "torch_version": str(torch.__version__),
         "deepspeed_version": str(deepspeed.__version__),
@@ -148,7 +144,6 @@ def measure(
         "data_parallel_size": layout.data_parallel_size,
         "parameter_count": sum(sizes),
         "trainable_parameter_count": sum(trained),
-        "largest_parameter": max(sizes),
         "dropout": build.greatest_dropout(model),
         # None for a model of a library other than Transformers.
         "attention": getattr(getattr(model, "config", None), "_attn_implementation", None),
@@ -159,9 +154,6 @@ def measure(
         "notes": notes,
         "warmup_step_seconds": warmup_seconds,
         **window,
-        "build_seconds": build_seconds,
-        "init_seconds": init_seconds,
-        "first_step_seconds": (warmup_seconds or window["step_seconds"])[0],
         "gpu_init_peak_bytes": meter.highest("gpu_peak_bytes", "build", "initialize"),
         "cpus_allowed": None if workload.cpu_binding == "none" else sorted(os.sched_getaffinity(0)),
         **load_between(cpu_before, cpu_after),
@@ -308,7 +300,6 @@ def _measure_phases_and_ledger(trainer: training_loop.Trainer, assignment: Assig
         "grad_norm": training_loop.finite_values([grad_norm])[0],
         "ledger": peak,
         "ledger_after_step": after_step.ledger,
-        "pinned_bytes": after_step.pinned_bytes,
         "nvme_stored_bytes": sum(stored.values()) if assignment.swap_folder else None,
         **({} if counted is None else counted.facts()),
     }

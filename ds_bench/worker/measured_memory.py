@@ -67,8 +67,7 @@ class PhaseMeter:
             "host_end_pss_bytes": _proportional_bytes(),
         }
         if self.accelerator == "cuda":
-            gpu = {"gpu_peak_bytes": torch.cuda.max_memory_allocated(), "gpu_end_bytes": torch.cuda.memory_allocated()}
-            self.phases[phase] |= gpu
+            self.phases[phase]["gpu_peak_bytes"] = torch.cuda.max_memory_allocated()
         self.begin()
 
     def highest(self, name: str, *phases: str) -> int | None:
@@ -126,8 +125,6 @@ def _proportional_bytes() -> int | None:
 
 def host_facts(meter: PhaseMeter) -> Mapping[str, Any]:
     """The ``host_*`` fields of a RankMeasurement after the last measured step, after ``meter`` has ended its phase."""
-    sums = read_table(_PROCESS / "smaps_rollup")
-    shared = [sums[name] for name in ("Shared_Clean", "Shared_Dirty") if name in sums]
     return {
         "host_peak_bytes": meter.highest("host_peak_bytes", *meter.phases),
         # Without resets the high-water mark may date from building the model.
@@ -136,5 +133,4 @@ def host_facts(meter: PhaseMeter) -> Mapping[str, Any]:
         ),
         "phase_memory": meter.phases,
         "host_pss_bytes": _proportional_bytes(),
-        "host_shared_bytes": sum(shared) if shared else None,
     }

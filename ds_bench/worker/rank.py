@@ -13,9 +13,7 @@ import os
 import random
 import resource
 import signal
-import socket
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +34,6 @@ from .failure import device_free_bytes, failure_facts
 
 def run(folder: Path, *, rank: int, local_rank: int, world_size: int) -> int:
     """Run this rank and write its file. Return the exit code: 0 for a measurement, 1 for a failure."""
-    started = time.time()
     # First, so that the log has everything that is printed.
     processes.redirect_streams(log_file(folder, rank))
     # Never closed, because the handlers write to its descriptor. The trial's watcher sends SIGUSR2 to ranks that hang.
@@ -79,7 +76,6 @@ def run(folder: Path, *, rank: int, local_rank: int, world_size: int) -> int:
         heartbeat.beat("import")
         from . import measure  # imports torch, DeepSpeed and Transformers, under the limit
 
-        own = {"hostname": socket.gethostname(), "pid": os.getpid(), "import_seconds": time.time() - started}
         config = _read_config(folder)
         if secrets := redaction.secrets_of(config):  # DeepSpeed logs its whole configuration at level INFO
 
@@ -92,11 +88,11 @@ def run(folder: Path, *, rank: int, local_rank: int, world_size: int) -> int:
         random.seed(assignment.trial.workload.seed)
 
         def save_partial(measured: dict[str, Any]) -> None:
-            write_json(partial_rank_file(folder, measured["rank"]), {"measurement": {**measured, **own}})
+            write_json(partial_rank_file(folder, measured["rank"]), {"measurement": measured})
 
         measured = measure.measure(assignment, config, heartbeat, save_partial, folder)
         heartbeat.beat("write")
-        result = {"measurement": {**measured, **own}}
+        result = {"measurement": measured}
         code = 0
     except BaseException as error:  # KeyboardInterrupt and SystemExit too: a rank always leaves its file
         failure = failure_facts(

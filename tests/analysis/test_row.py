@@ -130,7 +130,7 @@ def test_throughput_and_spread_by_hand() -> None:
 
 
 def test_warm_up_steps_are_in_no_statistic() -> None:
-    slow = seen(warmup_step_seconds=(9.0, 99.0), first_step_seconds=99.0, init_seconds=9.0)
+    slow = seen(warmup_step_seconds=(9.0, 99.0))
     assert run_of(slow).row == run_of(seen()).row
 
 

@@ -71,7 +71,7 @@ def test_a_compiled_model_is_compiled_before_it_is_measured_and_trains_the_same(
     for rank in record.ranks:
         assert (rank.compiled_graphs or 0) > 0
         assert len(rank.warmup_step_seconds) > WORKLOAD.warmup_steps
-        assert (rank.first_step_seconds or 0) > 10 * max(rank.step_seconds)
+        assert rank.warmup_step_seconds[0] > 10 * max(rank.step_seconds)
         assert [note for note in rank.notes if "compil" in note] == [
             f"{len(rank.warmup_step_seconds) - 1} further warm-up steps, until compiling was over"
         ]

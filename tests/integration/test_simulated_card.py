@@ -178,7 +178,6 @@ def test_memory_is_where_the_strategy_puts_it_and_fits_the_card(every_strategy: 
             assert (row["ledger_cpu_parameters_gb"] > 0) == (row["strategy"] == "zero3_offload")
             assert min(row[f"phase_{name}_ms"] for name in ("forward", "backward", "step")) > 0
             for rank in record["ranks"]:
-                assert (rank["pinned_bytes"] > 0) == offloaded
                 assert sum(rank["step_seconds"]) == pytest.approx(rank["window_seconds"], rel=0.05)
             assert "loss differs" not in (row["caveats"] or "") or "a known quirk" in row["caveats"]
 

@@ -138,7 +138,6 @@ def measurement(of: Trial | None = None, *, step_seconds: Sequence[float] = (), 
         "rank": 0,
         "world_size": of.placement.num_gpus,
         "hostname": "node-0",
-        "pid": 4321,
         "device_name": "NVIDIA H100 80GB HBM3" if on_gpu else "cpu",
         "torch_version": "2.13.0",
         "deepspeed_version": "0.19.8",
@@ -148,17 +147,12 @@ def measurement(of: Trial | None = None, *, step_seconds: Sequence[float] = (), 
         "optimizer_class": "AdamW",
         "engine_optimizer_class": "DeepSpeedZeroOptimizer",
         "parameter_count": 1_000_000,
-        "largest_parameter": 500_000,
         "resolved_config": redacted_config({"train_batch_size": 4, **of.ds_config}),
         "step_seconds": steps,
         "warmup_step_seconds": warmup,
         "window_seconds": sum(steps),
         "losses": tuple(7.0 - 0.01 * step for step in range(len(warmup) + len(steps))),
         "skipped_steps": 0,
-        "import_seconds": 0.01,
-        "build_seconds": 0.2,
-        "init_seconds": 0.3,
-        "first_step_seconds": (warmup or steps)[0],
         "host_peak_bytes": 2 * GB,
         "phase_seconds": {"forward": 0.03, "backward": 0.05, "step": 0.02},
     }
@@ -181,7 +175,7 @@ def script_measurement(of: Trial, **changes: Any) -> ScriptMeasurement:
     steps = of.workload.warmup_steps + of.workload.num_steps
     row = of.configuration
     values: dict[str, Any] = {
-        **dict.fromkeys(("tokens", "unpadded_tokens", "trained_tokens"), (64,) * steps),
+        **dict.fromkeys(("tokens", "unpadded_tokens"), (64,) * steps),
         **dict.fromkeys(("evaluation_forwards", "saves"), (0,) * steps),
         "id_sums": tuple(range(steps)),
         "micro_steps": (1,) * steps,
@@ -205,7 +199,7 @@ def success(of: Trial | None = None, *, step_seconds: Sequence[float] = (), **ch
     """A trial that ended well, with one measurement per rank; ``changes`` apply to every rank."""
     of = of or trial()
     first = measurement(of, step_seconds=step_seconds, **changes)
-    ranks = tuple(replace(first, rank=rank, pid=4321 + rank) for rank in range(of.placement.num_gpus))
+    ranks = tuple(replace(first, rank=rank) for rank in range(of.placement.num_gpus))
     return TrialRecord(
         trial=of,
         outcome=Outcome(status=schema.SUCCESS),

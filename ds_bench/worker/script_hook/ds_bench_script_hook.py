@@ -102,7 +102,7 @@ def tensors_in(value: Any, name: str, depth: int = 0) -> Iterator[tuple[str, Any
 
 
 def count_tokens(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Count the tokens of a micro-batch: all, unpadded, trained, and the sum of their ids. Waits for no device.
+    """Count the tokens of a micro-batch: all, unpadded, and the sum of their ids. Waits for no device.
 
     The tokens are ``input_ids``, else ``labels``, else the first integer tensor. A batch without any, such as images
     with one class each, is counted in samples: the first dimension of its first tensor.
@@ -114,16 +114,14 @@ def count_tokens(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> dic
         ids = next((tensor for _, tensor in found if holds_ids(tensor)), None)
     has_classes = ids is not None and ids.dim() == 1 and "input_ids" not in named
     if ids is None or (has_classes and any(each.is_floating_point() and len(each) == len(ids) for _, each in found)):
-        empty = {"tokens": 0, "unpadded": 0, "trained": None, "id_sum": None if ids is None else ids.sum()}
+        empty = {"tokens": 0, "unpadded_tokens": 0, "id_sums": None if ids is None else ids.sum()}
         return {**empty, "samples": len(found[0][1]) if found else 0}
     mask: Any = named.get("attention_mask")
-    labels: Any = named.get("labels")
     has_mask = mask is not None and mask.shape == ids.shape
     return {
         "tokens": ids.numel(),
-        "unpadded": mask.count_nonzero() if has_mask else ids.numel(),
-        "trained": (labels != -100).sum() if labels is not None and holds_ids(labels) else None,
-        "id_sum": ids.sum(),
+        "unpadded_tokens": mask.count_nonzero() if has_mask else ids.numel(),
+        "id_sums": ids.sum(),
         "samples": 0,
     }
 
@@ -147,8 +145,6 @@ class Hook:
         self.config = json.loads((folder / "ds_config.json").read_text(encoding="utf-8"))
         self.emulated_bytes = trial["placement"]["gpu_memory_limit_bytes"]
         self.meter: Any = None
-        self.phase_began = time.time()
-        self.seconds: dict[str, float] = {}
         self.names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self.all_names: list[str] = []
         self.main: Any = None
@@ -178,10 +174,7 @@ class Hook:
         os.pwrite(self.beat_file, BEAT.pack(*values), 0)
 
     def end_phase(self, name: str) -> None:
-        """Store the duration and memory of the current phase, and begin the next."""
-        now = time.time()
-        self.seconds.setdefault(name, now - self.phase_began)
-        self.phase_began = now
+        """Store the memory of the current phase, and begin the next."""
         if name not in self.meter.phases:  # a second engine is initialized like the first
             self.meter.end(name)
 
@@ -339,7 +332,6 @@ class Hook:
             "rank": self.rank,
             "world_size": self.world_size,
             "hostname": socket.gethostname(),
-            "pid": self.pid,
             "device_name": torch.cuda.get_device_name() if self.is_cuda else "cpu",
             "torch_version": str(torch.__version__),
             "deepspeed_version": str(sys.modules["deepspeed"].__version__),
@@ -350,7 +342,6 @@ class Hook:
             "engine_optimizer_class": type(optimizer).__name__,
             "parameter_count": sum(sizes.values()),
             "trainable_parameter_count": sum(sizes[id(each)] for each in parameters if each.requires_grad),
-            "largest_parameter": max(sizes.values(), default=0),
             "resolved_config": load("system.redaction").redacted_config(plain(engine.config)),
             "step_seconds": measured,
             "warmup_step_seconds": warmup,
@@ -360,10 +351,6 @@ class Hook:
             "grad_norms": (norms := [finite_number(step["grad_norm"]) for step in self.steps]),
             "grad_norm": norms[-1],
             "skipped_steps": int(engine.skipped_steps) - int(self.window["skipped"]),
-            "import_seconds": self.seconds.get("import", 0.0),
-            "build_seconds": self.seconds.get("build", 0.0),
-            "init_seconds": self.seconds.get("initialize", 0.0),
-            "first_step_seconds": (warmup or measured)[0],
             "gpu_init_peak_bytes": self.meter.highest("gpu_peak_bytes", "build", "initialize"),
             **device_facts,
             **load_facts,
@@ -387,7 +374,7 @@ class Hook:
         dtypes = {str(each.dtype).rpartition(".")[2] for each in engine.module.parameters() if each.requires_grad}
         known = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
         return {
-            **{name: per_step(key) for name, key in COUNTS.items()},
+            **{name: per_step(name) for name in COUNTS},
             "micro_steps": [len(step["micro_batches"]) for step in self.steps],
             "gap_seconds": [step["gap"] for step in self.steps],
             "evaluation_forwards": [step["evaluations"] for step in self.steps],
@@ -623,14 +610,8 @@ def replace(owner: Any, function: Callable[..., Any]) -> None:
     setattr(owner, function.__name__, wrapped)
 
 
-COUNTS = {
-    "tokens": "tokens",
-    "unpadded_tokens": "unpadded",
-    "trained_tokens": "trained",
-    "id_sums": "id_sum",
-    "samples": "samples",
-}
-"""Field of a ScriptMeasurement → its name in what :func:`count_tokens` returns."""
+COUNTS = ("tokens", "unpadded_tokens", "id_sums", "samples")
+"""Fields of a ScriptMeasurement that :func:`count_tokens` counts in each micro-batch."""
 
 
 def new_step() -> dict[str, Any]:
