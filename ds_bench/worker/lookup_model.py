@@ -46,7 +46,8 @@ def look_up(name: str, *, trust_remote_code: bool) -> dict[str, Any]:
         "config": json.loads(config.to_json_string(use_diff=False)),
         "counts": count_model(model),
         "largest_parameter": max(parameter.numel() for parameter in model.parameters()),
-        "hidden_size": hidden_size(config),
+        # In the order in which the Trainer looks for it, to replace "auto" (transformers/integrations/deepspeed.py).
+        "hidden_size": getattr(config, "hidden_size", None) or getattr(text, "hidden_size", None),
         "max_positions": getattr(text, "max_position_embeddings", None),
         "vocabulary_size": getattr(text, "vocab_size", None),
     }
@@ -105,20 +106,6 @@ def count_model(model: Any) -> dict[str, Any] | None:
         "largest_parameter": max(sizes),
         "tied_embeddings": config.tie_word_embeddings,
     }
-
-
-def hidden_size(config: Any) -> int | None:
-    """Return the hidden size that the Trainer uses for "auto" values; None if it finds none.
-
-    Source: Transformers 5.23, ``integrations/deepspeed.py`` (``trainer_config_finalize``).
-    """
-    holder: Any
-    for holder in (config, getattr(config, "text_config", None)):
-        if hasattr(holder, "hidden_size"):
-            return int(holder.hidden_size)
-        if hasattr(holder, "hidden_sizes"):
-            return max(map(int, holder.hidden_sizes))
-    return None
 
 
 def import_factory(name: str) -> Callable[[], Any]:
