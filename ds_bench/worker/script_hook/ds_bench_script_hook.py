@@ -25,7 +25,6 @@ import signal
 import socket
 import struct
 import sys
-import threading
 import time
 import types
 import weakref
@@ -156,7 +155,6 @@ class Hook:
         self.marks: list[Any] = []
         self.window: dict[str, Any] = {}
         self.written = False
-        self.failure_of_thread: dict[str, Any] | None = None
         self.refusal_of_auto: Exception | None = None
         self.beat_file = os.open(folder / f"rank{self.rank}.beat", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         self.beats, self.phase, self.last_step_seconds, self.last_step_at = 0, "hello", 0.0, 0.0
@@ -421,9 +419,6 @@ class Hook:
         if error is not None:
             self.on_exception(error)
             return
-        if self.failure_of_thread is not None:
-            self.write({"failure": self.failure_of_thread})
-            return
         done, kind, name = len(self.steps), "ended_early", "EndedEarly"
         text = f"the script ended after {done} of {self.warmup_steps + self.num_steps} steps"
         if len(self.all_names) > 1 and done:
@@ -651,14 +646,7 @@ def install() -> None:
         shown(kind, error, traceback)
         hook.on_exception(error)
 
-    shown_of_thread = threading.excepthook
-
-    def note_exception_of_thread(seen: Any) -> None:
-        shown_of_thread(seen)
-        if hook.active and hook.failure_of_thread is None and isinstance(seen.exc_value, Exception):
-            hook.failure_of_thread = hook.failure(seen.exc_value)  # reported if the script ends early: it may go on
-
-    sys.excepthook, threading.excepthook = note_exception, note_exception_of_thread
+    sys.excepthook = note_exception
     # Registered first, so that it runs after what the script registers.
     atexit.register(hook.at_exit)
     hook.beat("import")
