@@ -159,7 +159,6 @@ sys.stdout = None
             "NoEngine",
             "",
         ),
-        ("raise KeyboardInterrupt('enough')", "KeyboardInterrupt", "KeyboardInterrupt: enough"),
         # A signal: its handler raised, Python's own or the script's.
         ("os.kill(os.getpid(), signal.SIGINT)", None, ""),
         (

@@ -67,24 +67,11 @@ def find_root(error: BaseException) -> BaseException:
         step = error.__traceback__
         while step is not None and handler is not None and step.tb_frame is not handler.tb_frame:
             step = step.tb_next
-        if step is None or is_at_raise(step):
+        if step is None or dis.opname[step.tb_frame.f_code.co_code[step.tb_lasti]] == "RAISE_VARARGS":
             return error
         error = error.__context__
         seen.add(id(error))
     return error
-
-
-def is_at_raise(step: types.TracebackType) -> bool:
-    return dis.opname[step.tb_frame.f_code.co_code[step.tb_lasti]] == "RAISE_VARARGS"
-
-
-def is_from_signal(error: BaseException) -> bool:
-    """Return whether a signal handler raised the exception: Python's own, between two instructions, or the script's."""
-    handlers = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()}
-    step = error.__traceback__
-    while step is not None and step.tb_next is not None:
-        step = step.tb_next
-    return step is None or step.tb_frame.f_code in handlers or not is_at_raise(step)
 
 
 def tensors_in(value: Any, name: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
@@ -407,7 +394,7 @@ class Hook:
 
     def on_exception(self, error: BaseException) -> None:
         # For Ctrl-C no file is written, so that the signal is the cause: Python then ends itself by SIGINT.
-        if self.active and not (isinstance(error, KeyboardInterrupt) and is_from_signal(error)):
+        if self.active and not isinstance(error, KeyboardInterrupt):
             self.write({"failure": self.failure(error)})
 
     def at_exit(self) -> None:
