@@ -120,7 +120,7 @@ def _pair(before: ComparisonRow, after: ComparisonRow, hardware: Sequence[str], 
     same_versions = {"torch", "deepspeed"}.isdisjoint(each.field for each in changed)
     if not reasons and same_versions and (loss_caveat := _loss_caveat(before, after)):
         caveats.append(("after against before", loss_caveat))
-    reasons += [f"{side}: {caveat.text}" for side, caveat in caveats if caveat.disqualifying]
+    reasons += [f"{side}: {caveat.text}" for side, caveat in caveats if caveat.kind.disqualifies]
     config_changes = list(_config_changes(before.representative, after.representative))
     # Versions are reported once for both results (BeforeAfter.software).
     reported_once = ("torch", "deepspeed") if versions_known else ()
@@ -137,7 +137,7 @@ def _pair(before: ComparisonRow, after: ComparisonRow, hardware: Sequence[str], 
         interval=interval,
         incomparable_reasons=tuple(reasons),
         changes=(*changes, *config_changes),
-        caveats=tuple(f"{side}: {caveat.line}" for side, caveat in caveats if not caveat.disqualifying),
+        caveats=tuple(f"{side}: {caveat.line}" for side, caveat in caveats if not caveat.kind.disqualifies),
         same_settings=not (found or config_changes),
     )
 

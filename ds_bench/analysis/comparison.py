@@ -165,7 +165,7 @@ class ComparisonRow:
     @property
     def invalid_reason(self) -> str | None:
         """The caveat that disqualifies its figures; None for a valid row."""
-        return next((caveat.text for caveat in self.caveats if caveat.disqualifying), None)
+        return next((caveat.text for caveat in self.caveats if caveat.kind.disqualifies), None)
 
     @property
     def valid(self) -> bool:

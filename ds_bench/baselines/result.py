@@ -132,7 +132,7 @@ def benchmark_result(
 
 def _caveat_texts(runs: Sequence[Run], chosen: Callable[[CaveatKind], bool]) -> tuple[str, ...]:
     """Return the texts of the disqualifying caveats of these kinds, without repeats."""
-    caveats = (caveat for run in runs for caveat in run.caveats if caveat.disqualifying and chosen(caveat.kind))
+    caveats = (caveat for run in runs for caveat in run.caveats if caveat.kind.disqualifies and chosen(caveat.kind))
     return tuple(dict.fromkeys(caveat.text for caveat in caveats))
 
 

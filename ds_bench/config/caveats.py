@@ -3,7 +3,8 @@ text is made here.
 
 ``analysis/trial_caveats.py`` and ``analysis/loss_parity.py`` find caveats of one row, and
 ``analysis/comparison.py`` caveats of a whole comparison. The plan, the launcher and the ranks report what only
-they see: a ``Caveat``, or plain text, which is a note.
+they see: a ``Caveat``, or plain text, which is a note. ``report/comparison_report.py`` adds why a row failed or has no
+ratio, which no file stores as a caveat.
 """
 
 from __future__ import annotations
@@ -175,6 +176,10 @@ class CaveatKind(StrEnum):
     NOTHING_REACHED_DISK = ("nothing_reached_disk",
         "no bytes reached the disk in the measured steps: the path is memory or cache, not NVMe", None, True)
 
+    # A row, where it is reported.
+    NOT_COMPARABLE = "not_comparable", "no ratio, as rows differ: {differences}"
+    FAILED = "failed", "{text}", None, True
+
     # A whole comparison.
     TOO_FEW_REPEATS = ("too_few_repeats",
         "{few} of {rows} rows have fewer than {needed} successful runs: their differences are not tested",
@@ -239,19 +244,9 @@ class Caveat:
         return format_template(self.kind.template, self.values)
 
     @property
-    def next_step(self) -> str | None:
-        """What to do about it; None if nothing can be done."""
-        return self.kind.remedy
-
-    @property
-    def disqualifying(self) -> bool:
-        """Whether the row is never recommended."""
-        return self.kind.disqualifies
-
-    @property
     def line(self) -> str:
-        """The text and the next step."""
-        return self.text if self.next_step is None else f"{self.text}; {self.next_step}"
+        """The text and the remedy."""
+        return self.text if self.kind.remedy is None else f"{self.text}; {self.kind.remedy}"
 
 
 def note(text: str) -> Caveat:

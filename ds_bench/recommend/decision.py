@@ -317,7 +317,7 @@ def _reason_not_eligible(row: ComparisonRow) -> Fact | None:
     if row.differences:
         return Fact("not_comparable", {"differences": "; ".join(row.differences)})
     # A busy CPU leaves no row out; it only makes the answer provisional (``EligibleRows.disturbed``).
-    disqualifying = [caveat for caveat in row.caveats if caveat.disqualifying and caveat.kind not in CPU_KINDS]
+    disqualifying = [caveat for caveat in row.caveats if caveat.kind.disqualifies and caveat.kind not in CPU_KINDS]
     if disqualifying:
         return Fact("invalid", {"text": disqualifying[0].text})
     if count := sum(run.outcome.status in RAN_OUT for run in row.runs if not run.row.success):

@@ -389,7 +389,7 @@ def _steps_for_failures(comparison: Comparison) -> Iterator[Fact]:
 
 def _caveat_steps(caveats: Sequence[Caveat]) -> Iterator[Fact]:
     explained = (CaveatKind.UNSTABLE_STEPS, CaveatKind.NOT_STEADY) if has_kind(caveats, CaveatKind.EVALUATED) else ()
-    steps = (each.next_step for each in caveats if each.kind not in explained)
+    steps = (each.kind.remedy for each in caveats if each.kind not in explained)
     yield from (Fact("caveat", {"remedy": step}) for step in steps if step is not None)
 
 
@@ -406,7 +406,7 @@ def _without_choice(
     """Say why no row is recommended, and what would make one train."""
     failed = list(filter(None, map(remedies.failed_run, comparison.rows)))
     smallest = remedies.smallest_change(comparison)
-    disqualifying = [caveat for row in comparison.rows for caveat in row.caveats if caveat.disqualifying]
+    disqualifying = [caveat for row in comparison.rows for caveat in row.caveats if caveat.kind.disqualifies]
     causes = list(_caveat_steps(disqualifying))
     short = [row for row in comparison.rows if remedies.short_of_memory(row) or not row.leaves_room]
     trained = any(row.succeeded for row in comparison.rows)

@@ -136,7 +136,7 @@ class _Rows:
         if row.differences:
             return f"{star}{row.label} (not comparable)"
         if row.succeeded and row.invalid_reason is not None:
-            only_busy = all(caveat.kind in CPU_KINDS for caveat in row.caveats if caveat.disqualifying)
+            only_busy = all(caveat.kind in CPU_KINDS for caveat in row.caveats if caveat.kind.disqualifies)
             return f"{star}{row.label} ({'in doubt' if only_busy else 'disqualified'})"
         return f"{star}{row.label}"
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ..analysis import provenance
 from ..analysis.comparison import Comparison, ComparisonRow, compare
-from ..config.caveats import Caveat
+from ..config.caveats import Caveat, CaveatKind
 from ..config.spec import Trial
 from ..recommend.recommendation import Recommendation, recommend
 from ..system.environment import Environment
@@ -20,25 +20,6 @@ from ..system.invocation import OpenCommand
 
 if TYPE_CHECKING:
     from ..analysis.row import Run
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Note:
-    """A caveat, the cause of a failure, or why a row has no ratio. Plain text: whoever renders it escapes it."""
-
-    kind: str
-    """``near capacity``, ``not comparable``, ``failed``, …"""
-    text: str
-    next_step: str | None = None
-    """What to do about it; None if nothing, or if ``text`` says it."""
-    serious: bool = False
-    """The row failed, or its figures must not be used."""
-    page_only: bool = False
-
-    @property
-    def line(self) -> str:
-        """The text and the next step."""
-        return self.text if self.next_step is None else f"{self.text}; {self.next_step}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,25 +59,25 @@ class ComparisonReport:
         return self.comparison.rows[0].trial
 
     @cached_property
-    def row_notes(self) -> Mapping[str, tuple[Note, ...]]:
-        """The notes of each row, by its key."""
-        found = {}
+    def row_notes(self) -> Mapping[str, tuple[Caveat, ...]]:
+        """The caveats of each row, by its key, with why it has no ratio or failed; one caveat for each text."""
+        found: dict[str, tuple[Caveat, ...]] = {}
+        first: dict[str, Caveat] = {}
         for row in self.comparison.rows:
-            notes = [*map(_caveat_note, row.caveats)]
+            notes = [*row.caveats]
             if row.differences:
-                text = f"no ratio, as rows differ: {'; '.join(row.differences)}"
-                notes.append(Note(kind="not comparable", text=text))
+                notes.append(Caveat(CaveatKind.NOT_COMPARABLE, {"differences": "; ".join(row.differences)}))
             for outcome in (run.outcome for run in row.runs):
-                if not outcome.success and (text := outcome.details or outcome.error or ""):
-                    notes.append(Note(kind="failed", text=text, serious=True, page_only=not outcome.details))
-            found[row.key] = tuple(dict.fromkeys(notes))
+                if not outcome.success and (text := outcome.details or outcome.error):
+                    notes.append(Caveat(CaveatKind.FAILED, {"text": text}))
+            found[row.key] = tuple(dict.fromkeys(first.setdefault(note.line, note) for note in notes))
         return found
 
     @cached_property
-    def labels_by_note(self) -> Mapping[Note, Sequence[str]]:
+    def labels_by_note(self) -> Mapping[Caveat, Sequence[str]]:
         """Every note once, with the labels of its rows: first those of the whole comparison, without labels."""
-        general = dict.fromkeys(map(_caveat_note, self.comparison.caveats), ())
-        labels: dict[Note, list[str]] = {}
+        general = dict.fromkeys(self.comparison.caveats, ())
+        labels: dict[Caveat, list[str]] = {}
         for row in self.comparison.rows:
             for note in self.row_notes[row.key]:
                 labels.setdefault(note, []).append(row.label)
@@ -104,9 +85,8 @@ class ComparisonReport:
 
     @cached_property
     def numbered_notes(self) -> tuple[str, ...]:
-        """The notes of rows that every form of the report has, each once; their number is their position from 1."""
-        notes = (note for row_notes in self.row_notes.values() for note in row_notes)
-        return tuple(dict.fromkeys(note.line for note in notes if not note.page_only))
+        """The notes of rows, each once; their number is their position from 1."""
+        return tuple(dict.fromkeys(note.line for notes in self.row_notes.values() for note in notes))
 
     @property
     def general_lines(self) -> tuple[str, ...]:
@@ -125,15 +105,6 @@ class ComparisonReport:
             for rank, profile in next(filter(None, profiled), []):
                 texts.append((f"{row.label}: {profile.name}, rank {rank}", "\n".join([*profile.lines, *profile.files])))
         return texts
-
-
-def _caveat_note(caveat: Caveat) -> Note:
-    return Note(
-        kind=caveat.kind.value.replace("_", " "),
-        text=caveat.text,
-        next_step=caveat.next_step,
-        serious=caveat.disqualifying,
-    )
 
 
 def build_report(

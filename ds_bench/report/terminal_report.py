@@ -117,16 +117,11 @@ def whole_table(report: ComparisonReport) -> Table:
     """Return every row with all columns and its numbered notes; failed rows are red on a terminal."""
     comparison = report.comparison
     numbers = {line: str(number) for number, line in enumerate(report.numbered_notes, 1)}
-
-    def notes(row: ComparisonRow) -> str:
-        lines = dict.fromkeys(note.line for note in report.row_notes[row.key] if not note.page_only)
-        return " ".join(numbers[line] for line in lines)
-
     columns: list[Column[ComparisonRow]] = [
         Column("Strategy", lambda row: row.label),
         Column("Status", lambda row: row_status(row, status_text), left=True),
         *(column.for_comparison(comparison) for column in TABLE_COLUMNS if not column.page_only),
-        Column("Notes", notes, left=True),
+        Column("Notes", lambda row: " ".join(numbers[note.line] for note in report.row_notes[row.key]), left=True),
     ]
     always = 1 + [column.heading for column in columns].index("Relative")
     return replace(
@@ -242,7 +237,7 @@ def notes_that_matter(report: ComparisonReport) -> list[str]:
             notes.append(f"{row.label}: no ratio, as rows differ in {'; '.join(row.differences)}.")
     notes += _notes_of_rows(
         comparison,
-        lambda caveat: caveat.disqualifying or caveat.kind is CaveatKind.OTHER_TRAINING,
+        lambda caveat: caveat.kind.disqualifies or caveat.kind is CaveatKind.OTHER_TRAINING,
         without=other_key,
     )
     general = [caveat for caveat in comparison.caveats if caveat.kind in _GENERAL_KINDS]

@@ -109,7 +109,7 @@ def late(steps: int, *losses: float, repeats: int = 1) -> list[Run]:
 def test_rows_whose_losses_differ_are_named(rows: list[Run], kinds: dict[int, CaveatKind]) -> None:
     found = compare_losses(rows)
     assert {place: caveat.kind for place, caveat in found.items()} == kinds
-    assert all(caveat.disqualifying is (caveat.kind is DIFFERS) for caveat in found.values())
+    assert all(caveat.kind.disqualifies is (caveat.kind is DIFFERS) for caveat in found.values())
 
 
 USUAL_NORMS = losing(1, 7.0, 6.9, grad_norms=(2.5, 2.4), grad_norm=2.1)
@@ -199,7 +199,7 @@ def test_rows_that_trained_differently_are_named(subtests: pytest.Subtests) -> N
         with subtests.test(named=named):
             found = compare_losses(rows)
             assert sorted(found) == named
-            assert all(caveat.disqualifying for caveat in found.values())
+            assert all(caveat.kind.disqualifies for caveat in found.values())
 
 
 def test_rows_of_stage_3_alone_say_that_no_other_stage_was_beside_them() -> None:

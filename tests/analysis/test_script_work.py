@@ -92,7 +92,7 @@ def test_work_is_compared_in_order_with_what_most_rows_did(subtests: pytest.Subt
 def test_an_engine_that_did_not_run_the_rows_file_disqualifies_it() -> None:
     for changes in ({"stage": 0}, {"offload_optimizer": "cpu"}, {"offload_param": "cpu"}):
         (caveat,) = row(3, **changes).caveats
-        assert (caveat.kind, caveat.disqualifying) == (CaveatKind.OTHER_ENGINE, True)
+        assert (caveat.kind, caveat.kind.disqualifies) == (CaveatKind.OTHER_ENGINE, True)
 
 
 def test_a_value_of_the_rows_file_that_the_engine_does_not_have_disqualifies_it(subtests: pytest.Subtests) -> None:

@@ -228,7 +228,7 @@ def remedies_of(module: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
         names = [node.arg] if isinstance(node, ast.keyword) else []
         names += [name.id for name in getattr(node, "targets", []) if isinstance(name, ast.Name)]
-        if any(name and ("remedy" in name.lower() or name == "next_step") for name in names):
+        if any(name and "remedy" in name.lower() for name in names):
             for part in ast.walk(node):
                 if isinstance(part, ast.Constant) and isinstance(part.value, str):
                     yield part.value

@@ -12,9 +12,9 @@ from ds_bench.config.caveats import Caveat, CaveatKind, as_caveat, note
 from ds_bench.records import json_files
 
 DISQUALIFYING = """
-all_steps_skipped cpu_busy cpu_quota does_not_train first_loss_far frozen_weights_changed loss_differs loss_not_finite
-loss_of_format_differs not_synchronized nothing_reached_disk nothing_swapped nvme_in_memory other_offload
-other_engine other_optimizer other_parameters other_tokens trained_differently trained_wrongly
+all_steps_skipped cpu_busy cpu_quota does_not_train failed first_loss_far frozen_weights_changed loss_differs
+loss_not_finite loss_of_format_differs not_synchronized nothing_reached_disk nothing_swapped nvme_in_memory
+other_offload other_engine other_optimizer other_parameters other_tokens trained_differently trained_wrongly
 """.split()
 
 
@@ -32,7 +32,7 @@ def test_a_caveat_is_stored_as_kind_and_values_and_read_back() -> None:
     swap = {"host": "h", "swapped": 1}
     assert len({Caveat(CaveatKind.SWAP_USED, swap), Caveat(CaveatKind.SWAP_USED, dict(reversed(swap.items())))}) == 1
     assert as_caveat("hung at exit") == written[0]
-    assert sorted(each.kind.value for each in written if each.disqualifying) == sorted(DISQUALIFYING)
+    assert sorted(each.kind.value for each in written if each.kind.disqualifies) == sorted(DISQUALIFYING)
     disk = Caveat(CaveatKind.DISK_BOUND, {"wait": 0.0123, "other": 1.5}).text
     assert disk == "disk-bound: a step waits 12.3 ms for the disk; everything else takes 1,500.0 ms"
     assert "3.00 GB" in Caveat(CaveatKind.SWAP_USED, {"host": "the host", "swapped": 3 * 2**30}).text

@@ -61,7 +61,7 @@ def test_folder_that_cannot_be_used_is_one_problem_and_one_in_memory_disqualifie
     assert (found.level, "tmpfs" in found.text) == ("warning", True)
     caveat = disk.check_nvme_folder(Path("/dev/shm")).caveat
     assert caveat is not None
-    assert caveat.disqualifying
+    assert caveat.kind.disqualifies
 
 
 def test_full_disk_is_a_finding_is_not_measured_and_stays_clean(small_disk: Path) -> None:

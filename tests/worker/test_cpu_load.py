@@ -132,7 +132,7 @@ def test_a_row_that_shared_its_processors_or_was_throttled_is_disqualified(
     measured = {**usual, **values}
     on = Placement(accelerator=measured.pop("accelerator"), num_gpus=2)
     found = cpu_caveats(fakes.success(fakes.trial(on=on), **measured))
-    assert [caveat.disqualifying for caveat in found] == [True] * is_busy
+    assert [caveat.kind.disqualifies for caveat in found] == [True] * is_busy
 
 
 def test_the_processors_of_every_bound_rank_must_be_free() -> None:
