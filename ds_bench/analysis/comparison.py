@@ -61,6 +61,8 @@ class ComparisonRow:
     """Sample standard deviation of the runs' means; of the steps of the run if there is only one."""
     interval: tuple[float, float] | None = None
     """95 % confidence interval of ``tokens_per_second``; None below three successful runs."""
+    is_baseline: bool = False
+    """Whether ratios refer to this row."""
     ratio: float | None = None
     """``tokens_per_second`` divided by the baseline's; None if the rows are not comparable."""
     ratio_interval: RatioInterval | None = None
@@ -75,10 +77,6 @@ class ComparisonRow:
     """Peak resident memory of a node's ranks, the highest of the runs."""
     predicted_over_measured: float | None = None
     """Predicted divided by measured memory, median of the runs."""
-    gpu_difference_bytes: int | None = None
-    """``gpu_peak_bytes`` less the baseline's."""
-    host_difference_bytes: int | None = None
-    """``host_peak_bytes`` less the baseline's."""
     caveats: tuple[Caveat, ...] = ()
     """Caveats of the row and of all its runs, each once."""
     differences: tuple[str, ...] = ()
@@ -247,7 +245,7 @@ def compare(
     return Comparison(
         rows=compared,
         # Take the copy in compared, which has ratios, not chosen itself.
-        baseline=next((row for row in compared if baseline is not None and row.key == baseline.key), None),
+        baseline=next((row for row in compared if row.is_baseline), None),
         pareto_device=_pareto_front([(row, row.gpu_peak_bytes) for row in compared]),
         pareto_host=_pareto_front([(row, row.host_peak_bytes) for row in compared]) if on_host else (),
         caveats=(
@@ -340,10 +338,6 @@ def _relative_to_baseline(
     """The rows with ratios to the baseline or the facts that forbid one; without a baseline, with ``ratios`` alone."""
     if reference is None:
         return
-
-    def difference(a: int | None, b: int | None) -> int | None:
-        return a - b if a is not None and b is not None else None
-
     first = reference.representative
     forbidden = {row.key: tuple(each.text for each in incomparable_facts(first, row.representative)) for row in rows}
     # Rows that are not comparable take no part: the noise is estimated from all rows together.
@@ -359,11 +353,10 @@ def _relative_to_baseline(
             rate, baseline_rate = row.tokens_per_second, baseline.tokens_per_second
             yield replace(
                 row,
+                is_baseline=row.key == baseline.key,
                 ratios=ratios,
                 ratio=rate / baseline_rate if rate is not None and baseline_rate else None,
                 ratio_interval=_mark_if_too_wide(ratios.between(row.key, baseline.key), row),
-                gpu_difference_bytes=difference(row.gpu_peak_bytes, baseline.gpu_peak_bytes),
-                host_difference_bytes=difference(row.host_peak_bytes, baseline.host_peak_bytes),
             )
 
 

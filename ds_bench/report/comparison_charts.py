@@ -123,9 +123,7 @@ class _Rows:
 
     def importance(self, row: ComparisonRow) -> tuple[bool, bool, float]:
         """Sort key: the recommended row, the baseline, then the fastest."""
-        baseline = self.comparison.baseline
-        other = baseline is None or row.key != baseline.key
-        return row.key != self.recommended, other, -(row.tokens_per_second or 0)
+        return row.key != self.recommended, not row.is_baseline, -(row.tokens_per_second or 0)
 
     def label(self, row: ComparisonRow) -> str:
         """The row's label with a star if it is recommended, and why its numbers must not be compared with others.

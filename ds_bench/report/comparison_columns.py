@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..analysis import flops
 from ..analysis.comparison import Comparison, ComparisonRow, ratio_between
 from ..analysis.step_costs import PARTS, step_parts
 from ..analysis.trial_caveats import NEAR_CAPACITY
@@ -51,20 +50,6 @@ class TableColumn(Column[ComparisonRow]):
     value: Value
     """What the column is sorted by; None sorts last."""
     page_only: bool = False
-    against_baseline: bool = False
-    """Whether it is a comparison with the baseline, which therefore has none itself."""
-
-    def for_comparison(self, comparison: Comparison) -> TableColumn:
-        """The column with a dash for the baseline if it would compare the baseline with itself."""
-        baseline, cell, value = comparison.baseline, self.cell, self.value
-        if not self.against_baseline or baseline is None:
-            return self
-        key = baseline.key
-        return replace(
-            self,
-            cell=lambda row: MISSING if row.key == key else cell(row),
-            value=lambda row: None if row.key == key else value(row),
-        )
 
 
 def row_status(row: ComparisonRow, with_sign: Callable[[str], str]) -> str:
@@ -117,7 +102,7 @@ def _throughput_interval(row: ComparisonRow) -> str:
 
 
 def _ratio_interval(row: ComparisonRow) -> str:
-    if row.ratio is None:
+    if row.ratio is None or row.is_baseline:
         return MISSING
     interval = row.ratio_interval
     if interval is None:
@@ -140,11 +125,6 @@ def _number(heading: str, meaning: str, value: Value, text: Callable[[float | No
     return TableColumn(heading=heading, meaning=meaning, value=value, cell=lambda row: text(value(row)), **more)
 
 
-_CONVENTION_TEXTS = {
-    flops.MODEL_CONVENTION: "PaLM convention",
-    flops.FORWARD_CONVENTION: "a third of the PaLM convention's FLOPs (forward passes)",
-    flops.COUNTED_CONVENTION: "FLOPs counted on what ran forward and backward",
-}
 # fmt: off
 TABLE_COLUMNS: tuple[TableColumn, ...] = (
     _number("Step ms", "milliseconds per optimizer step, slowest rank, geometric mean of the runs",
@@ -161,14 +141,11 @@ TABLE_COLUMNS: tuple[TableColumn, ...] = (
     _number("Relative", "throughput as a multiple of the baseline row's", lambda row: row.ratio, format_ratio),
     TableColumn(heading="95 % interval", meaning="95 % confidence interval of the multiple, from three runs on",
                 cell=_ratio_interval, value=lambda row: None if row.ratio_interval is None else row.ratio_interval.low,
-                against_baseline=True, priority=1),
+                priority=1),
     _number("GPU peak GB", "peak allocated device memory of the fullest rank, worst run",
             lambda row: row.gpu_peak_bytes, format_gb),
     _number("of card", "peak reserved device memory as a share of the card",
             lambda row: row.gpu_fraction, lambda fraction: format_percent(fraction, digits=0)),
-    _number("GPU vs. baseline", "peak device memory minus the baseline's",
-            lambda row: row.gpu_difference_bytes,
-            lambda size: MISSING if size is None else signed(size), page_only=True, against_baseline=True),
     _number("Tok/s/GB", "tokens per second for each GB of peak device memory",
             lambda row: row.tokens_per_second_per_gb, format_rate, priority=2),
     _number("CPU GB", "peak resident host memory of a node's ranks, worst run",
@@ -185,11 +162,9 @@ TABLE_COLUMNS: tuple[TableColumn, ...] = (
 def measured_columns(comparison: Comparison) -> tuple[TableColumn, ...]:
     """The columns that the page shows: throughput, and every other that some row has a value for."""
     empty = (MISSING, NOT_TESTED)
-    conventions = dict.fromkeys(run.row.flops_convention or "" for row in comparison.rows for run in row.successes)
-    how = " or ".join(text for convention, text in _CONVENTION_TEXTS.items() if convention in conventions)
     return tuple(
-        replace(column, meaning=f"{column.meaning}; {how}") if column.heading == "MFU" and how else column
-        for column in (each.for_comparison(comparison) for each in TABLE_COLUMNS)
+        column
+        for column in TABLE_COLUMNS
         if column.heading == "Tokens/s" or any(column.cell(row) not in empty for row in comparison.rows)
     )
 

@@ -150,7 +150,7 @@ def _section(report: ComparisonReport, uid: str) -> dict[str, Any]:
             chart.name.partition("-")[0], "Steps"
         )
         sections[heading].append({"chart": chart, "source": chart_drawing.image_source(chart)})
-    baseline, rows = report.comparison.baseline, []
+    rows = []
     for row in report.comparison.rows:
         last = row.runs[-1]
         notes = [note for note in report.row_notes[row.key] if report.labels_by_note[note]]
@@ -163,7 +163,7 @@ def _section(report: ComparisonReport, uid: str) -> dict[str, Any]:
                 "label": row.label,
                 "recommended": row.key == chosen,
                 "tag": open_tag if row.key == answer.key != chosen else None,
-                "baseline": baseline is not None and row.key == baseline.key,
+                "baseline": row.is_baseline,
                 "status": _status(row),
                 "succeeded": row.succeeded,
                 # an empty key sorts last

@@ -120,7 +120,7 @@ def whole_table(report: ComparisonReport) -> Table:
     columns: list[Column[ComparisonRow]] = [
         Column("Strategy", lambda row: row.label),
         Column("Status", lambda row: row_status(row, status_text), left=True),
-        *(column.for_comparison(comparison) for column in TABLE_COLUMNS if not column.page_only),
+        *(column for column in TABLE_COLUMNS if not column.page_only),
         Column("Notes", lambda row: " ".join(numbers[note.line] for note in report.row_notes[row.key]), left=True),
     ]
     always = 1 + [column.heading for column in columns].index("Relative")

@@ -96,10 +96,8 @@ def comparison(*rows: ComparisonRow, **changes: Any) -> Comparison:
     related = [
         replace(
             one,
+            is_baseline=one is base,
             ratio=one.tokens_per_second / base.tokens_per_second,
-            gpu_difference_bytes=None
-            if one.gpu_peak_bytes is None
-            else one.gpu_peak_bytes - (base.gpu_peak_bytes or 0),
             ratio_interval=None
             if len(one.successes) < 3 or one is base
             else RatioInterval(
