@@ -28,7 +28,6 @@ from ..analysis.comparison import ComparisonRow
 from ..config import deepspeed_config
 from ..config.caveats import as_caveat
 from ..config.deepspeed_config import MEASURING_KEYS, Config
-from ..config.hosts import read_hostfile
 from ..config.options import Options
 from ..config.spec import BATCH_KEYS, OFFLOAD_BLOCKS, Configuration, Placement, Trial, block_of, offload_device
 from ..errors import UsageError
@@ -41,7 +40,7 @@ from ..system.files import write_text
 from ..system.redaction import REDACTED, redacted_keys
 from .comparison_report import ComparisonReport
 from .memory_plan import PlanRow, gpu_range
-from .table_layout import code_block, escape, escape_unprintable, inline_code
+from .table_layout import code_block, escape, inline_code
 
 RAW_FILE = "ds_config.json"
 TRAINER_FILE = "ds_config_trainer.json"
@@ -324,23 +323,15 @@ def accelerate_yaml(record: TrialRecord, config_file: Path) -> str:
         "deepspeed_config_file": str(config_file),
         "zero3_init_flag": record.trial.configuration.stage == 3 and record.trial.workload.zero_init,
     }
-    num_machines = placement.num_nodes
     if placement.hostfile is not None:
         deepspeed |= {"deepspeed_hostfile": placement.hostfile, "deepspeed_multinode_launcher": "pdsh"}
         deepspeed |= {"deepspeed_inclusion_filter": placement.include} if placement.include else {}
-        if not placement.hosts and record.ranks:
-            num_machines = len({rank.hostname for rank in record.ranks})  # the file may list more than took part
-        elif not placement.hosts:
-            num_machines = 1
-            # For a row from another machine the file may be missing; the README says to check the count.
-            with contextlib.suppress(UsageError):
-                num_machines = len(read_hostfile(Path(placement.hostfile)))
     settings = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "DEEPSPEED",
         "machine_rank": 0,
         "main_training_function": "main",
-        "num_machines": num_machines,
+        "num_machines": placement.num_nodes,
         "num_processes": placement.num_gpus,
         "use_cpu": False,  # with True, accelerate launch would leave DeepSpeed out; DS_ACCELERATOR chooses the CPU
         "deepspeed_config": deepspeed,
@@ -440,12 +431,8 @@ def _torchrun(placement: Placement, *program: str) -> list[str]:
 
 
 def _command(words: Sequence[str]) -> str:
-    """Return a shell block inside a list, on one line whatever is in the words."""
-    shown = []
-    for word in words:
-        quoted = shlex.quote(word) if word.isprintable() else "$'" + escape_unprintable(word).replace("'", "\\'") + "'"
-        shown.append(word if word.startswith("DS_ACCELERATOR=") else quoted)
-    return "\n".join(f"  {line}" for line in code_block(" ".join(shown), "sh").splitlines())
+    """Return a shell block inside a list."""
+    return "\n".join(f"  {line}" for line in code_block(shlex.join(words), "sh").splitlines())
 
 
 def _optimizer(raw: Config, accelerate: Config) -> str:

@@ -108,7 +108,11 @@ class Table:
             return printable(text, unicode)
 
         text_width = min(width, MAX_TEXT_WIDTH)
-        lines = [Line(line) for line in wrap_facts([*map(shown, self.title)], text_width, shown(" · "))]
+        # The title breaks between facts, and within one only if it is wider than a line.
+        facts = [*map(shown, self.title)]
+        facts = [fact.replace(" ", _NO_BREAK) if len(fact) + 2 <= text_width else fact for fact in facts]
+        title = shown(" · ").replace(" ", _NO_BREAK, 1).join(facts)
+        lines = [Line(line) for line in wrap(title, text_width) if title]
         lines += [Line(line) for line in wrap(shown(self.meaning), text_width) if self.meaning]
         notes = [f"{number}. {note}" for number, note in enumerate(self.numbered, 1)] + [f"* {n}" for n in self.notes]
         if self.rows:
@@ -227,20 +231,6 @@ def wrap(text: str, width: int, indent: str = "", *, max_lines: int | None = Non
         placeholder=" …",
     )
     return [line.replace(_NO_BREAK, " ") for line in lines] or [""]
-
-
-def wrap_facts(facts: Sequence[str], width: int, separator: str = " · ") -> list[str]:
-    """The facts in lines that break between facts if possible."""
-    lines: list[str] = []
-    end = separator.rstrip()
-    for fact in facts:
-        if lines and len(lines[-1]) + len(separator) + len(fact) + len(end) <= width:
-            lines[-1] += separator + fact
-        else:
-            if lines:
-                lines[-1] += end
-            lines += wrap(fact, width)
-    return lines
 
 
 # ------------------------------------------------------------------ Markdown

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from rich.cells import cell_len
 
-from ds_bench.report.table_layout import Column, Table, escape, inline_code, make_table, wrap_facts
+from ds_bench.report.table_layout import Column, Table, escape, inline_code, make_table
 
 NASTY = "\x1b[31mred\x07\x9b2J\u202egnp.exe\ud800\r\n\u2028end"
 WIDE = Table(
@@ -96,8 +96,12 @@ def test_columns_and_rows_without_values_are_left_out() -> None:
     assert make_table(columns, rows, drop_empty_rows=True).rows == [("x", "1")]
 
 
-def test_titles_break_between_facts() -> None:
-    assert wrap_facts(["gpt2", "2 × H100 80GB HBM3", "bf16"], 24) == ["gpt2 ·", "2 × H100 80GB HBM3 ·", "bf16"]
+def test_titles_break_between_facts_and_within_one_that_is_wider_than_a_line() -> None:
+    for facts, lines in (
+        (("gpt2", "2 × H100 80GB HBM3", "bf16"), ["gpt2 ·", "2 × H100 80GB HBM3 ·", "bf16"]),
+        (("gpt2", "tokens/s of the whole job, side by side"), ["gpt2 · tokens/s of the", "whole job, side by side"]),
+    ):
+        assert text_of(Table(title=facts), 24).splitlines() == lines
 
 
 @settings(deadline=None, max_examples=50)
