@@ -16,7 +16,7 @@ from ..analysis import load_results, merge_results, provenance
 from ..analysis.comparison import ComparisonRow, pooled_rows, rows_called
 from ..analysis.load_results import Result
 from ..analysis.merge_results import ResultGroup
-from ..config.options import GOALS, ROW_FORMATS
+from ..config.options import ROW_FORMATS
 from ..errors import UsageError
 from ..records.json_files import json_text
 from ..records.result_files import csv_text
@@ -25,7 +25,7 @@ from ..report.comparison_report import ComparisonReport, build_report
 from ..report.data_frames import parquet_bytes
 from ..report.tensorboard_export import tracked_runs, write_tensorboard
 from ..report.terminal_report import print_reports
-from ..system import invocation, terminal
+from ..system import terminal
 from ..system.environment import require_installed
 from ..system.files import write_text
 from ..system.invocation import OpenCommand
@@ -235,27 +235,20 @@ def _flags_of_run(group: ResultGroup) -> tuple[str | None, str | None, OpenComma
     None for what the run does not record; no command unless all rows come from one run folder.
     """
     folder = group.sources[0] if len(group.sources) == 1 and (group.sources[0] / RUN_FILE).is_file() else None
-    if group.recipe:
-        goal = load_results.recipe_value(group.recipe, "output", "goal")
-        row = load_results.recipe_value(group.recipe, "configurations", "relative_to")
-        resume = None
-        if folder is not None:
+    try:
+        if group.recipe:
             from ..config.recipe import check_recipe, options_of
             from ..config.recipe_file import RecipeText
             from ..config.sweep import find_sweep
 
-            resume = OpenCommand(invocation.comparison("recipe", ["--resume", str(folder)]))
-            # Of another version, or edited by hand.
-            with contextlib.suppress(UsageError, ValueError, TypeError, KeyError, AttributeError):
-                text = RecipeText.of_stored(group.recipe)
-                sweep = find_sweep(text)
-                options = options_of(check_recipe(text, sweep.data_of(sweep.first_point)), text.folder)
-                resume = provenance.resume_command(options, folder)
-        return goal if goal in GOALS else None, row if isinstance(row, str) else None, resume
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):  # --help, which an edited file may hold, prints
-            options = arguments.parse("offload" if group.family == "offload" else "zero", "run", group.arguments)
-    except (UsageError, ValueError, SystemExit):  # of another version, or edited by hand
+            text = RecipeText.of_stored(group.recipe)
+            sweep = find_sweep(text)
+            options = options_of(check_recipe(text, sweep.data_of(sweep.first_point)), text.folder)
+        else:
+            with contextlib.redirect_stdout(io.StringIO()):  # --help, which an edited file may hold, prints
+                options = arguments.parse("offload" if group.family == "offload" else "zero", "run", group.arguments)
+    # Of another version, or edited by hand.
+    except (UsageError, ValueError, TypeError, KeyError, AttributeError, SystemExit):
         return None, None, None
     return options.goal, options.relative_to, None if folder is None else provenance.resume_command(options, folder)
 
