@@ -1,4 +1,4 @@
-"""Floating-point operations (FLOPs) per token, and model FLOPs utilization (MFU).
+"""Floating-point operations (FLOPs) per token, and peak rates of devices, for model FLOPs utilization (MFU).
 
 FLOPs are computed from the model's shape, never measured; a multiply-add counts as two. Conventions differ by 3 to 16 %
 on common models, so each number is stored with its convention; do not compare numbers of different conventions.
@@ -25,9 +25,6 @@ COUNTED_CONVENTION = (
     "counted: 2 per multiply-add of the matrix products, convolutions and attention that ran forward and backward, "
     "full attention, no recomputation, none for gradients of frozen weights"
 )
-
-PEAK_PRECISIONS = ("bf16", "fp16", "fp32", "tf32")
-"""``fp32`` is true fp32 (no tensor cores on NVIDIA); ``tf32`` applies only if the user enabled it."""
 
 
 def model_flops_per_token(facts: ModelFacts, seq_length: int) -> int:
@@ -60,22 +57,7 @@ def hardware_flops_per_token(facts: ModelFacts, seq_length: int, activation_chec
 
 def _half_attention_flops(facts: ModelFacts, seq_length: int) -> int:
     """Return 6*L*H*Q*T: scores and weighted values, two FLOPs each, three times (forward, twice backward), for T/2."""
-    if seq_length < 1:
-        raise ValueError(f"seq_length must be at least 1 token, not {seq_length}")
     return 6 * facts.layers * facts.attention_heads * facts.head_dim * seq_length
-
-
-def mfu(flops_per_token: float, tokens_per_second_per_gpu: float, peak: float | None) -> float | None:
-    """Return the model FLOPs utilization: model FLOPs per second as a fraction of ``peak`` (FLOP/s of one device).
-
-    None if the peak is unknown. A value above 1 reveals an error (wrong peak, count or clock) and is returned
-    unchanged, because clipping would hide the error. With ``hardware_flops_per_token`` the result is HFU.
-    """
-    if peak is None:
-        return None
-    if peak <= 0:
-        raise ValueError(f"peak must be above 0 FLOP/s, not {peak}")
-    return flops_per_token * tokens_per_second_per_gpu / peak
 
 
 def peak_precision(record: TrialRecord) -> str:
@@ -84,20 +66,13 @@ def peak_precision(record: TrialRecord) -> str:
     return "tf32" if precision == "fp32" and any(rank.tf32 for rank in record.ranks) else precision
 
 
-def peak_flops(device_name: str, precision: str) -> float | None:
-    """Return the dense peak rate of one device in FLOP/s. ``device_name``: as NVML or torch reports it.
-
-    None for a device that is not in the table or lacks such units (bf16 on a V100). A slice of a device (MIG, vGPU) and
-    a variant (Laptop, Ti, D) count as other devices.
-    """
-    if precision not in PEAK_PRECISIONS:
-        raise ValueError(f"precision must be one of {', '.join(PEAK_PRECISIONS)}, not {precision!r}")
-    tflops = device_specifications.peak_tflops(device_name, precision)
-    return None if tflops is None else tflops * 1e12
-
-
 def mean_peak_flops(device_names: tuple[str, ...], precision: str) -> float | None:
-    """Return the mean dense peak rate of a job's devices in FLOP/s; None without devices, or if any rate is unknown."""
-    peaks = [peak_flops(name, precision) for name in device_names]
-    known = [peak for peak in peaks if peak is not None]
-    return sum(known) / len(known) if known and len(known) == len(peaks) else None
+    """Return the mean dense peak rate of a job's devices in FLOP/s; None without devices, or if any rate is unknown.
+
+    ``device_names``: as NVML or torch reports them. ``precision``: fp32 is true fp32, without tensor cores on NVIDIA.
+    A rate is unknown if the device is not in the table or lacks such units (bf16 on a V100). A slice of a device (MIG,
+    vGPU) and a variant (Laptop, Ti, D) count as other devices.
+    """
+    rates = [device_specifications.peak_tflops(name, precision) for name in device_names]
+    known = [rate * 1e12 for rate in rates if rate is not None]
+    return sum(known) / len(known) if known and len(known) == len(rates) else None

@@ -41,7 +41,7 @@ from ..system.environment import Environment
 from ..units import BYTES_PER_GB, to_gb
 from . import flops, trial_caveats
 from .intervals import sample_std
-from .step_costs import NO_COSTS, StepCosts, step_costs, step_parts
+from .step_costs import step_costs, step_parts
 
 MIG_SUFFIX = " (MIG)"
 """Suffix to the name of a GPU that is divided into MIG instances."""
@@ -230,12 +230,12 @@ class Measured:
         else:
             return {}
         found["tflops_per_gpu"] = found["model"] * rate / 1e12
-        found["mfu"] = flops.mfu(found["model"], rate, self.peak_flops)
+        found["mfu"] = None if self.peak_flops is None else found["model"] * rate / self.peak_flops
         return found
 
     @cached_property
-    def costs(self) -> StepCosts:
-        return step_costs(self.record) if self.ranks else NO_COSTS
+    def costs(self) -> dict[str, Any]:
+        return step_costs(self.record) if self.ranks else {}
 
     @cached_property
     def phases(self) -> dict[str, NodePhaseMemory]:

@@ -6,7 +6,7 @@ They come from synchronized steps after the measured window.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 from ..records.schema import OffloadTimes, RankMeasurement, TrialRecord, ranks_of_nodes
 
@@ -14,33 +14,8 @@ PARTS = ("forward", "backward", "step", "communication", "transfer", "data_wait"
 """Parts of a step, without overlap."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepCosts:
-    """Costs of one synchronized step; None if not measured."""
-
-    communication_seconds: float | None = None
-    """On the slowest rank, including the wait for other ranks."""
-    communication_wait_seconds: float | None = None
-    """The part of it that the rank spent waiting for others."""
-    communication_bytes: float | None = None
-    """Largest volume of any rank."""
-    transfer_seconds: float | None = None
-    """On the slowest rank: waiting for the disk and, if timed, copies between host and device."""
-    cpu_adam_bytes_per_second: float | None = None
-    """Sum over the ranks of a node, on the slowest node."""
-    disk_needed_bytes_per_second: float | None = None
-    """Disk speed at which other work would hide all transfers, on the node whose disk falls furthest short of it."""
-    disk_measured_bytes_per_second: float | None = None
-    """Measured disk speed of the same node."""
-    disk_bound: bool | None = None
-    """Whether the rank that waits longest for the disk spends more of a step on that than on everything else."""
-
-
-NO_COSTS = StepCosts()
-
-
-def step_costs(record: TrialRecord) -> StepCosts:
-    """Compute the costs of a step for a trial with measurements."""
+def step_costs(record: TrialRecord) -> dict[str, Any]:
+    """Return the costs of one synchronized step of a trial with measurements; None for each that was not measured."""
     ranks = record.ranks
     parts = step_parts(ranks)
     # The same rank for time and waiting, so that waiting is part of the time.
@@ -64,20 +39,23 @@ def step_costs(record: TrialRecord) -> StepCosts:
     # The node whose disk delivers the smallest fraction of what it needs.
     needed, measured = min(disks, key=lambda speeds: speeds[1] / speeds[0], default=(None, None))
     wait = disk_wait(record)
-    return StepCosts(
-        communication_seconds=parts.get("communication"),
+    return {
+        # On the slowest rank, including the wait for other ranks.
+        "communication_seconds": parts.get("communication"),
         # A sum without one of the operations would be too small.
-        communication_wait_seconds=sum(waits) if operations and len(waits) == len(operations) else None,
-        communication_bytes=max(
+        "communication_wait_seconds": sum(waits) if operations and len(waits) == len(operations) else None,
+        "communication_bytes": max(
             (sum(each.bytes for each in rank.communication) for rank in ranks if rank.communication is not None),
             default=None,
         ),
-        transfer_seconds=parts.get("transfer"),
-        cpu_adam_bytes_per_second=min(adam_speeds, default=None),
-        disk_needed_bytes_per_second=needed,
-        disk_measured_bytes_per_second=measured,
-        disk_bound=None if wait is None else wait[0] > wait[1],
-    )
+        "transfer_seconds": parts.get("transfer"),
+        "cpu_adam_bytes_per_second": min(adam_speeds, default=None),
+        # Disk speed at which other work would hide all transfers, on the node whose disk falls furthest short of it.
+        "disk_needed_bytes_per_second": needed,
+        "disk_measured_bytes_per_second": measured,
+        # Whether the rank that waits longest for the disk spends more of a step on that than on everything else.
+        "disk_bound": None if wait is None else wait[0] > wait[1],
+    }
 
 
 def step_parts(ranks: Sequence[RankMeasurement]) -> dict[str, float]:

@@ -299,7 +299,7 @@ def eligible_rows(comparison: Comparison) -> EligibleRows:
             left_out[row.key] = reason
             continue
         candidates.append(candidate := candidate_of(row, comparison, terms))
-        # It stays among the candidates, so that what it would give can be reported; the rule drops it.
+        # It stays among the candidates, because it is comparable with them; the rule drops it.
         if not candidate.fits:
             left_out[row.key] = Fact("too_full", {"fraction": candidate.fraction, "capacity": terms.capacity})
     # If the longest sequence was searched for, only rows that train it count, to the accuracy of the search.

@@ -6,24 +6,14 @@ thumb look only at how full a card is and hold for any model; ``remedies`` has p
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Mapping
 
-from ..analysis.comparison import Comparison
 from ..config.spec import Configuration, Precision
-from ..config.strategies import OFFLOAD_NAMES, ZERO_STAGES, make_configuration
+from ..config.strategies import ZERO_STAGES, make_configuration
 from ..prediction.inputs import times_sent
 from ..prediction.model_states import FP32_BYTES, element_bytes, model_states
-from ..records.schema import OOM
-from ..units import format_bytes, format_percent, format_series
-from .decision import COMFORTABLE_FRACTION, ON_HOST, RAN_OUT, EligibleRows, Speeds, decide_for_speed, intervals
-from .message_templates import Fact
-from .remedies import failed_run, less_work
-
-BARELY_FITS_FRACTION = 0.80
-"""A configuration that uses at least this fraction of the card barely fits."""
+from ..units import format_bytes, format_percent
+from .decision import COMFORTABLE_FRACTION
 
 _Texts = tuple[str, str, str]
 """When to use a strategy, when to avoid it, and where its model states are."""
@@ -129,34 +119,26 @@ def advice_lines(
 
 
 def traffic_text(
-    configuration: Configuration,
-    parameters: int,
-    num_gpus: int,
-    precision: Precision,
-    grad_accum: int,
-    trained: int | None = None,
+    configuration: Configuration, parameters: int, num_gpus: int, precision: Precision, grad_accum: int
 ) -> str:
-    """Return the traffic of a configuration per optimizer step, by formula: ``≈ 7.62 GB through each GPU's links …``.
-
-    ``trained``: elements that are trained; None for all of them.
-    """
-    trained = parameters if trained is None else trained
+    """Return the traffic of a configuration per optimizer step, by formula: ``≈ 7.62 GB through each GPU's links``."""
     # Gradients of DDP are fp32.
     size = FP32_BYTES if configuration.engine == "ddp" else element_bytes(precision)
     costs = []
     if num_gpus > 1:
         gathered, updated = times_sent(configuration, parameters, grad_accum)
         # A rank passes on (n - 1) / n of the bytes (Patarasuk and Yuan, 2009).
-        sent = size * (gathered * parameters + updated * trained) * (num_gpus - 1) // num_gpus
+        sent = size * (gathered + updated) * parameters * (num_gpus - 1) // num_gpus
         costs.append(f"≈ {format_bytes(sent)} through each GPU's links per optimizer step")
     if configuration.offloads:
         # Parameters go up to the GPU once after a step on the CPU, or in each pass if offloaded; gradients go down.
         steps_there = configuration.offloads_optimizer
-        held = trained if configuration.offload_param == "none" else 2 * grad_accum * parameters
-        moved = format_bytes(-(-size * ((trained if steps_there else 0) + held) // num_gpus))
+        held = parameters if configuration.offload_param == "none" else 2 * grad_accum * parameters
+        moved = format_bytes(-(-size * ((parameters if steps_there else 0) + held) // num_gpus))
         where = ", which runs on the CPU" if steps_there else ""
         costs.append(f"≥ {moved} between GPU and host per rank and optimizer step{where}")
-    if states := model_states(trained, num_gpus, configuration, precision).get("nvme", {}).get("optimizer_states", 0):
+    states = model_states(parameters, num_gpus, configuration, precision).get("nvme", {}).get("optimizer_states", 0)
+    if states:
         # Each state is read from the disk and written back.
         costs.append(f"{format_bytes(2 * states)} of optimizer states read and written per rank and step")
     return "; ".join(costs) or "no traffic: there is one GPU and nothing is offloaded"
@@ -165,137 +147,20 @@ def traffic_text(
 # ------------------------------------------------------------------ rules of thumb
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Observed:
-    """How the rows without offload ended, by stage, and which offload strategies failed."""
-
-    goal: str = "balanced"
-    one_gpu: bool = False
-    less_work: Sequence[str] = ("a smaller micro-batch", "--activation-checkpointing")
-    """What a row could still do to keep fewer activations."""
-    fastest: int | None = None
-    """Stage of the fastest row; None if no row trained."""
-    row: str = ""
-    """Label of that row."""
-    fraction: float | None = None
-    """Fraction of the GPU that it used; None if unknown, or if its micro-batch fills the GPU on purpose."""
-    avoided: frozenset[int] = frozenset()
-    """Stages whose rows all ran out of device memory or left too little of it; never suggested."""
-    failed_offloads: frozenset[str] = frozenset()
-    """Offload strategies that ran out of memory or disk."""
-
-    @property
-    def offloads(self) -> list[str]:
-        """Offload strategies that have not failed, the one that moves least first."""
-        return [name for name in OFFLOAD_NAMES[1:] if name not in self.failed_offloads]
-
-    def uses(self, low: float, high: float) -> bool:
-        """Whether the fastest row uses at least ``low`` and less than ``high`` of the GPU."""
-        return self.fraction is not None and low <= self.fraction < high
-
-    @property
-    def enough(self) -> str:
-        """The stage that suffices if the fastest row fits comfortably."""
-        if self.one_gpu and 0 not in self.avoided:
-            return "stage 0 is enough"
-        return f"stage {'0 or 1' if self.fastest == 0 and 1 not in self.avoided else self.fastest} is enough"
-
-    @property
-    def less_memory(self) -> str:
-        """What takes less of a GPU: a higher stage that has not failed, else offload; empty if there is neither."""
-        if self.one_gpu:
-            ways = [*self.less_work, *self.offloads[:1]]
-            return format_series(ways) if ways else ""
-        # At least stage 2, which shards gradients too, for a row that barely fits.
-        below = max(self.avoided) if self.fastest is None else max(self.fastest, 1)
-        stage = next((each for each in range(below + 1, 4) if each not in self.avoided), None)
-        if stage is not None:
-            return f"stage {stage}"
-        return f"offload, {self.offloads[0]} first" if self.offloads else ""
-
-
-class Rule(NamedTuple):
-    """A rule of thumb, in general words and in words about a run."""
-
-    when: str
-    then: str
-    applies: Callable[[Observed], bool]
-    seen: str
-    """``when`` about a run, as a template."""
-    advice: Callable[[Observed], str]
-    """``then`` about a run; empty if nothing is left to suggest."""
-
-
-_COMFORTABLE, _BARELY = (format_percent(share, digits=0) for share in (COMFORTABLE_FRACTION, BARELY_FITS_FRACTION))
-# fmt: off
-RULES = (
-    Rule("speed is critical", "the lowest stage that fits",
-         lambda seen: seen.goal == "speed",
-         # Not "the fastest": a tied higher stage may have been ahead within the noise.
-         "speed is critical", lambda seen: "the lowest stage that fits" if seen.fastest is None
-         else f"stage {seen.fastest}, the lowest that is tied with the fastest"),
-    Rule("memory is critical", "stage 3 with offload",
-         lambda seen: seen.goal == "memory",
-         "memory is critical", lambda seen: f"stage 3 with {', then '.join(seen.offloads)}" if seen.offloads else ""),
-    Rule("out of memory at stage 2", "stage 3, or offload",
-         lambda seen: seen.fastest is None and bool(seen.avoided),
-         "stage {failed} ran out of memory", lambda seen: seen.less_memory),
-    Rule(f"fits comfortably (under {_COMFORTABLE} of the card)", "stage 0 or 1",
-         lambda seen: seen.uses(0, COMFORTABLE_FRACTION),
-         "{row} fits comfortably ({share} of the card)", lambda seen: seen.enough),
-    Rule(f"barely fits (from {_BARELY} of the card)", "stage 2",
-         lambda seen: seen.uses(BARELY_FITS_FRACTION, math.inf),
-         "{row} barely fits ({share} of the card)", lambda seen: seen.less_memory),
-)
-# fmt: on
-
-
-def rule_of_thumb(seen: Observed) -> str | None:
-    """Return the first rule that applies, in words about this run; None if none does."""
-    rule = next((rule for rule in RULES if rule.applies(seen)), None)
-    if rule is None or not (advice := rule.advice(seen)):
-        return None
-    failed = max(seen.avoided, default=None)
-    what = rule.seen.format(row=seen.row, share=format_percent(seen.fraction), failed=failed)
-    return f"{what}: {advice}{' (on one GPU stages 1 to 3 partition nothing)' if seen.one_gpu else ''}"
-
-
-def rule_for(comparison: Comparison, eligible: EligibleRows, goal: str) -> Fact | None:
-    """Return the rule of thumb for a comparison; None if no rule applies, as on the CPU accelerator."""
-    rows = [row for row in comparison.rows if not row.differences and not row.configuration.is_reference]
-    without_offload = [row for row in rows if not row.configuration.offloads_optimizer]
-    if not without_offload or eligible.terms is ON_HOST:
-        return None
-    candidates = [each for each in eligible.candidates if each.offload_level[0] == "none"]
-    # For speed the rule names a row to use, which must leave room; for other goals it says how full the fastest is.
-    compared = [each for each in candidates if each.fits] if goal == "speed" else candidates
-    best = None
-    if compared:
-        best = decide_for_speed(Speeds(candidates=compared, interval_of=intervals(comparison))).simplest_tied
-    failed = [(row.configuration, run.outcome.status) for row in rows if (run := failed_run(row))]
-    avoided = {each.stage for each in candidates if not each.fits}
-    avoided |= {each.stage for each, status in failed if status == OOM and not each.offloads_optimizer}
-    avoided -= {each.stage for each in candidates if each.fits or each == best}
-    text = rule_of_thumb(
-        Observed(
-            goal=goal,
-            one_gpu=without_offload[0].trial.placement.num_gpus == 1,
-            less_work=less_work(without_offload[0].trial.workload),
-            fastest=None if best is None else best.stage,
-            row="" if best is None else best.label,
-            fraction=None if best is None or best.fills_memory else best.fraction,
-            avoided=frozenset(avoided),
-            failed_offloads=frozenset(
-                each.name for each, status in failed if status in RAN_OUT and each.offloads_optimizer
-            ),
-        )
-    )
-    return None if text is None else Fact("rule", {"text": text})
+_COMFORTABLE = format_percent(COMFORTABLE_FRACTION, digits=0)
+RULES = {
+    "speed is critical": "the lowest stage that fits",
+    "memory is critical": "stage 3 with offload",
+    "out of memory at stage 2": "stage 3, or offload",
+    f"fits comfortably (under {_COMFORTABLE} of the card)": "stage 0 or 1",
+    "barely fits (from 80 % of the card)": "stage 2",
+}
+"""What a run shows → the strategy to choose."""
 
 
 def general_lines(num_gpus: int) -> list[str]:
     """Return the rules for any model, before anything was measured."""
-    lines = ["Rules of thumb, by what a measured run shows:", *(f"  {rule.when}: {rule.then}" for rule in RULES)]
+    lines = ["Rules of thumb, by what a measured run shows:", *(f"  {when}: {then}" for when, then in RULES.items())]
     if num_gpus == 1:
         lines += [
             "On one GPU stages 1 to 3 partition nothing: instead of a higher stage use activation checkpointing, a",

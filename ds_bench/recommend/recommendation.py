@@ -1,6 +1,6 @@
 """Turns a comparison into a recommendation: which row to use, why, what it costs, and what to try next.
 
-``decision`` chooses the row, ``remedies`` and ``guide`` find the next steps, and ``words`` has the text of every fact.
+``decision`` chooses the row, ``remedies`` finds the next steps, and ``message_templates`` has the text of every fact.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..config.caveats import UNSTABLE_KINDS, Caveat, CaveatKind, has_kind
 from ..records import schema
 from ..system.invocation import OpenCommand
 from ..units import format_bytes, format_items, format_percent, format_rate
-from . import guide, remedies
+from . import remedies
 from .decision import (
     NEGLIGIBLE,
     Candidate,
@@ -151,7 +151,7 @@ def recommend(comparison: Comparison, goal: str = "balanced", resume: OpenComman
         length = comparison.row(choice.key).longest_seq_length
         headline = Fact("use", values) if length is None else Fact("use_longest", {**values, "tokens": length})
     alternative = None if decide_by else _alternative(decision, eligible, comparison)
-    steps = _steps(comparison.row(choice.key), decide_by, eligible, comparison, goal)
+    steps = _steps(comparison.row(choice.key), decide_by, comparison)
     return Recommendation(
         goal=goal,
         accelerator=comparison.accelerator,
@@ -270,7 +270,6 @@ def _left_out(eligible: EligibleRows, comparison: Comparison, alternative: Fact 
 def _alternative(decision: Decision, eligible: EligibleRows, comparison: Comparison) -> Fact | None:
     """Return the fastest row that was not chosen, and why; None if no other row has an advantage."""
     choice, speeds = decision.choice, decision.speeds
-    candidates = {candidate.key: candidate for candidate in eligible.candidates}
     chosen = comparison.row(choice.key)
     rows = [(row.tokens_per_second or 0.0, row) for row in comparison.rows if not row.differences]
     for speed, row in sorted(rows, key=lambda each: -each[0]):
@@ -278,23 +277,18 @@ def _alternative(decision: Decision, eligible: EligibleRows, comparison: Compari
         # Not ahead, or only within the noise that the table shows.
         if speed <= (chosen.tokens_per_second or 0.0) or (interval is not None and not interval.distinguishable):
             continue
-        reason, candidate = eligible.left_out.get(row.key), candidates.get(row.key)
+        reason, candidate = eligible.left_out.get(row.key), candidate_of(row, comparison, eligible.terms)
         values: dict[str, Any] = {
             "row": row.label,
             "key": row.key,
             "lead": two_digits(speed / choice.tokens_per_second - 1),
         }
-        if reason is not None and reason.kind == "reference":
-            candidate = candidate_of(row, comparison, eligible.terms)
-        if candidate is None:
-            return Fact("faster_left_out", {**values, "reason": reason})
-        if candidate.optimizer != choice.optimizer:
+        if reason is None and candidate.optimizer != choice.optimizer:
             return Fact("faster_optimizer", {**values, "optimizer": candidate.optimizer})
         if not speeds.differ(candidate, choice) or candidate.key == decision.simplest_tied.key:
             continue  # no faster, or already weighed in the headline
         if reason is not None:
-            kind = "faster_reference" if reason.kind == "reference" else "faster_too_full"
-            return Fact(kind, {**values, "fraction": candidate.fraction})
+            return Fact("faster_left_out", {**values, "reason": reason})
         if candidate.memory_bytes is not None and choice.memory_bytes is not None:
             more = candidate.memory_bytes - choice.memory_bytes
             return Fact("faster_takes_more" if more > 0 else "faster_offloads_more", {**values, "more": more})
@@ -364,9 +358,7 @@ def _actions(
         yield Fact("try", settings={"batch_size": "auto"})
 
 
-def _steps(
-    row: ComparisonRow, decide_by: Fact | None, eligible: EligibleRows, comparison: Comparison, goal: str
-) -> Iterator[Fact]:
+def _steps(row: ComparisonRow, decide_by: Fact | None, comparison: Comparison) -> Iterator[Fact]:
     """Yield the steps that follow a choice. ``decide_by``: the step that decides it."""
     if decide_by is not None:
         yield decide_by
@@ -374,8 +366,6 @@ def _steps(
     yield from _caveat_steps(row.caveats)
     if (larger := remedies.larger_batch(row, comparison)) is not None:
         yield Fact("larger_batch", {"size": larger[0], "share": larger[1]})
-    if (rule := guide.rule_for(comparison, eligible, goal)) is not None:
-        yield rule
     yield from _caveat_steps(comparison.caveats)
 
 

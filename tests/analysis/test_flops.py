@@ -11,19 +11,18 @@ import pytest
 import ds_bench
 from ds_bench.analysis import load_results
 from ds_bench.analysis.flops import (
-    PEAK_PRECISIONS,
     causal_flops_per_token,
     hardware_flops_per_token,
     mean_peak_flops,
-    mfu,
     model_flops_per_token,
-    peak_flops,
 )
+from ds_bench.system.device_specifications import peak_tflops
 from tests.support import fakes
 from tests.support.fakes import preset
 
 DEVICES = Path(ds_bench.__path__[0], "system", "device_specifications.json")
 TABLE: list[dict[str, Any]] = json.loads(DEVICES.read_text(encoding="utf-8"))
+PRECISIONS = ("bf16", "fp16", "fp32", "tf32")
 
 
 def test_flops_by_hand() -> None:
@@ -37,7 +36,6 @@ def test_flops_by_hand() -> None:
     assert model_flops_per_token(wide, 1000) - 6 * wide.matmul_parameters == 12 * 28 * 16 * 128 * 1000
     experts = preset("mistralai/Mixtral-8x7B-v0.1")  # works like a model of 13 billion and holds 47
     assert 12.5e9 < model_flops_per_token(experts, 1) / 6 < 13e9 < experts.parameters
-    assert mfu(6e9, 104_000, 312e12) == pytest.approx(2.0)  # returned for the caller to flag
 
 
 def test_devices_of_similar_names_have_their_own_dense_rates() -> None:
@@ -53,10 +51,9 @@ def test_devices_of_similar_names_have_their_own_dense_rates() -> None:
         "AMD Instinct MI300X": 1307.4,
         "Tesla V100-SXM2-16GB": None,
     }
-    found = {device: peak_flops(device, "bf16") for device in bf16}
-    assert found == {device: tflops and tflops * 1e12 for device, tflops in bf16.items()}
-    fp16 = {"Tesla V100-SXM2-16GB": 125e12, "Tesla V100-PCIE-32GB": 112e12, "Tesla V100S-PCIE-32GB": 130e12}
-    assert {device: peak_flops(device, "fp16") for device in fp16} == fp16
+    assert {device: peak_tflops(device, "bf16") for device in bf16} == bf16
+    fp16 = {"Tesla V100-SXM2-16GB": 125.0, "Tesla V100-PCIE-32GB": 112.0, "Tesla V100S-PCIE-32GB": 130.0}
+    assert {device: peak_tflops(device, "fp16") for device in fp16} == fp16
 
 
 def test_a_device_that_only_resembles_a_known_one_has_no_peak() -> None:
@@ -73,12 +70,12 @@ def test_a_device_that_only_resembles_a_known_one_has_no_peak() -> None:
         "NVIDIA B2000",
         "AMD Instinct MI250X / MI250",
     ]
-    assert [(each, name) for each in devices for name in PEAK_PRECISIONS if peak_flops(each, name)] == []
+    assert [(each, name) for each in devices for name in PRECISIONS if peak_tflops(each, name)] == []
 
 
 def test_mfu_on_different_devices_is_of_their_mean_rate() -> None:
     mixed = ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB")
-    rates = [peak_flops(name, "bf16") or 0 for name in mixed]
+    rates = [(peak_tflops(name, "bf16") or 0) * 1e12 for name in mixed]
     assert rates[0] > rates[1] > 0
     assert mean_peak_flops(mixed, "bf16") == sum(rates) / 2
     assert mean_peak_flops((*mixed, "a card of tomorrow"), "bf16") is None
@@ -88,9 +85,8 @@ def test_mfu_on_different_devices_is_of_their_mean_rate() -> None:
 def test_each_row_of_the_table_is_reached_by_its_name_and_mixes_no_dense_with_sparse_rates() -> None:
     """Every device that has both does bf16 at twice the rate of tf32; a sparse number among them would show."""
     for row in TABLE:
-        rates = {each: row[f"{each}_tflops"] for each in PEAK_PRECISIONS}
-        expected = {each: None if rate is None else rate * 1e12 for each, rate in rates.items()}
-        assert {each: peak_flops(row["name"], each) for each in PEAK_PRECISIONS} == expected, row["name"]
+        rates = {each: row[f"{each}_tflops"] for each in PRECISIONS}
+        assert {each: peak_tflops(row["name"], each) for each in PRECISIONS} == rates, row["name"]
         if row["tf32_tflops"]:
             twice = pytest.approx(2 * row["tf32_tflops"], rel=0.05)
             assert row["bf16_tflops"] == row["fp16_tflops"] == twice, row["name"]

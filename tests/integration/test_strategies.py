@@ -252,9 +252,10 @@ def test_cpu_adam_moves_28_bytes_for_each_parameter_in_fp32_and_the_kernel_count
         assert rank.offload is not None
         assert 0 < (rank.offload.cpu_adam_seconds or 0) < rank.phase_seconds["step"]
         assert rank.offload.disk_wait_seconds is None
-    assert 1e8 < (step_costs(record).cpu_adam_bytes_per_second or 0) < 1e12
+    assert 1e8 < (step_costs(record)["cpu_adam_bytes_per_second"] or 0) < 1e12
     costs = step_costs(trained["nvme"])
-    assert None not in (costs.disk_needed_bytes_per_second, costs.disk_measured_bytes_per_second, costs.disk_bound)
+    speeds = costs["disk_needed_bytes_per_second"], costs["disk_measured_bytes_per_second"]
+    assert None not in (*speeds, costs["disk_bound"])
     for rank in trained["nvme"].ranks:
         times = rank.offload
         assert times is not None
@@ -285,7 +286,7 @@ def test_communication_has_the_volume_of_the_stages_formula(trained: Trained, tr
             assert rank.step_parts.keys() == {*rank.phase_seconds, "communication"}
             assert rank.step_parts["communication"] == pytest.approx(sum(each.seconds for each in rank.communication))
             assert all(0 <= (each.wait_seconds or 0) < each.seconds for each in rank.communication)
-        assert step_costs(record).communication_bytes == pytest.approx(2 * volume, rel=0.02), (name, changes)
+        assert step_costs(record)["communication_bytes"] == pytest.approx(2 * volume, rel=0.02), (name, changes)
 
 
 def test_each_pass_holds_what_it_needs_and_only_training_changes_weights(train: Train, profile: ModelProfile) -> None:

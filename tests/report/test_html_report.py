@@ -103,7 +103,7 @@ def test_text_from_users_models_and_machines_is_escaped(subtests: pytest.Subtest
             report = samples.report(
                 replace(plain, rows=tuple(rows), baseline=rows[0], caveats=(doubt,)),
                 title=evil,
-                recommendation=samples.recommendation(choice=evil, headline=Fact("rule", {"text": evil})),
+                recommendation=samples.recommendation(choice=evil, headline=Fact("invalid", {"text": evil})),
                 notes=(evil,),
                 commands=(evil,),
                 environments=(fakes.environment(cpu_model=evil, packages={evil: evil}),),
