@@ -66,7 +66,6 @@ from .system import files, gpu_state, invocation, processes, terminal
 from .system.environment import (
     Environment,
     Machine,
-    environment_of,
     read_interpreter,
     read_machine,
     require_installed,
@@ -168,11 +167,7 @@ def run_comparison(
 
 def _read_machine(options: Options) -> Machine:
     """Read this machine, with the versions of the script's interpreter if there is a script."""
-    machine = read_machine()
-    if not options.script:
-        return machine
-    interpreter = read_interpreter(find_python(options.python))
-    return replace(machine, environment=environment_of(machine.environment, interpreter), interpreter=interpreter)
+    return read_machine(read_interpreter(find_python(options.python)) if options.script else None)
 
 
 @contextlib.contextmanager
@@ -227,7 +222,7 @@ def _start_loading(plan: RunPlan) -> None:
     names = rank_environment.ops_of(plan.placement, plan.configurations)
     if all(is_built(name, Path(plan.variables["TORCH_EXTENSIONS_DIR"])) for name in names):
         with contextlib.suppress(OSError):  # the launcher tries again, and says why or launches without it
-            start_server({**plan.variables, **rank_environment.preloaded_ops(names)}, plan.placement)
+            start_server({**plan.variables, "DS_BENCH_PRELOAD_OPS": ",".join(names)}, plan.placement)
 
 
 def _require_resumable(plan: RunPlan) -> None:
@@ -431,9 +426,7 @@ class ComparisonRun:
         results = ResultBuilder(self.plan, self.machine.environment, store.folder.name)
         for record in store.records():
             results.add(record)
-        progress = ProgressReporter(
-            line, remaining, options.repeats, verbose=options.verbose, point_of=results.point_text
-        )
+        progress = ProgressReporter(line, remaining, options.repeats, verbose=options.verbose)
         failure: OSError | None = None
         interrupted = False
         begun = time.monotonic()
@@ -511,7 +504,7 @@ class ComparisonRun:
             else:
                 states = host_checks.build_ops(self.hosts, plan.placement, plan.configurations, line.say)
         # Only the ops that are built: loading another one in the preloaded process would build it.
-        ready = rank_environment.preloaded_ops(op for op, state in states.items() if state.ready)
+        ready = {"DS_BENCH_PRELOAD_OPS": ",".join(op for op, state in states.items() if state.ready)}
         plan = replace(plan.map(lambda each: each.with_facts(op_states=states)), variables={**plan.variables, **ready})
         with processes.raising_on_interrupt():
             if forks_ranks(plan.placement, plan.trials):
@@ -523,7 +516,7 @@ class ComparisonRun:
                 plan.variables,
                 Limits(timeout_seconds=options.timeout, stall_timeout_seconds=options.stall_timeout),
                 plan.trials,
-                self.machine.visible_gpu_indices,
+                tuple(gpu.index for gpu in self.machine.environment.gpus),
                 line.say,
                 self.hosts,
             )
@@ -718,10 +711,6 @@ class ResultBuilder:
         """Name of a GPU whose peak rate is unknown, so that MFU is left out; None if it is known, and on a CPU."""
         precision = self.plan.plans[0].trials[0].workload.precision
         return None if self._peak_flops(precision) else " + ".join(sorted(set(self._gpu_names))) or None
-
-    def point_text(self, trial: Trial) -> str:
-        """The values of the trial's point; empty without a sweep."""
-        return self._plan_of(trial).options.point_text
 
     def with_changes(self, record: TrialRecord, *, is_short: bool) -> TrialRecord:
         """Return a record with what changes to its trial save and, if it lacked memory, whether they fit."""

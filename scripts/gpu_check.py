@@ -199,7 +199,7 @@ def read_json(path: Path) -> Any:
 
 def require_ready(devices: tuple[gpu_state.GpuFacts, ...], inventory: gpu_state.GpuInventory) -> None:
     """Print everything that a run would be refused for, or warned of. Raise SystemExit(2) if it would be refused."""
-    system, torch_cuda = SystemAccess(), environment.torch_cuda_version()
+    system, torch_cuda = SystemAccess(), environment.torch_built_for("cuda")
     found: list[Finding] = list(software.check_packages())
     if CUDA:
         found += [*software.check_driver(inventory.driver_version, torch_cuda)]

@@ -35,7 +35,6 @@ _GITHUB_LEVELS = {"error": "error", "warning": "warning", "hint": "notice"}
 STANDARD_INPUT = Path("-")
 _UNREAD = ("syntax", "missing-file")
 """Rules that end the check of a file; ``--select`` does not leave them out."""
-_EXPLAINED = ("rule", "level", "what", "why", "versions", "given", "example", "remedy", "source")
 _EXCERPT_WIDTH = 120
 """In characters."""
 _ACCELERATE_KEYS = {
@@ -167,22 +166,18 @@ def _print_explanations(rules: Sequence[str], *, brief: bool, as_json: bool) -> 
     """Print what each rule is about. ``brief``: one line for each."""
     explained = [explain(rule) for rule in rules]
     if as_json:
-        copied = ("rule", "level", "remedy", "source")
-        entries = [
-            {name: getattr(each.finding if name in copied else each, name) for name in _EXPLAINED} for each in explained
-        ]
-        terminal.print_json(json.dumps(entries, indent=1))
+        terminal.print_json(json.dumps([each for _, each in explained], indent=1))
         return
-    for each in explained:
-        finding, lines = each.finding, each.example.split("\n")
+    for finding, each in explained:
         if brief:
-            terminal.print_text(f"{finding.rule} ({finding.level}): {each.what}")
+            terminal.print_text(f"{finding.rule} ({finding.level}): {each['what']}")
             continue
+        lines = each["example"].split("\n")
         example = [f"{number:>6} | {line}" for number, line in enumerate(lines, 1)]
         example[finding.line or 0 : finding.line or 0] = _excerpt(lines, finding)[1:]
-        texts = [f"{finding.rule} ({finding.level})", f"what: {each.what}", f"why: {each.why}"]
-        texts += [f"versions: DeepSpeed {each.versions}"] if each.versions else []
-        texts += [f"example, with {each.given}:" if each.given else "example:", *example]
+        texts = [f"{finding.rule} ({finding.level})", f"what: {each['what']}", f"why: {each['why']}"]
+        texts += [f"versions: DeepSpeed {each['versions']}"] if each["versions"] else []
+        texts += [f"example, with {each['given']}:" if each["given"] else "example:", *example]
         terminal.print_text("\n".join([*texts, f"remedy: {finding.remedy}", f"source: {finding.source}"]))
 
 

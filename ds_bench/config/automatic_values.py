@@ -15,6 +15,7 @@ import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 from ..errors import UsageError
@@ -65,9 +66,8 @@ def resolve(config: Mapping[str, Any], facts: TrainingFacts) -> tuple[Config, di
         if not refuses_unknown(parent):
             problem = f'{path} is "auto", which neither the Trainer nor DeepSpeed fills in'
             raise UsageError(problem, remedy="give a value")
-        if (block := _block_at(resolved, parent)) is not None:
-            del block[key]
-            values[path] = None
+        reduce(block_of, parent.split("."), resolved).pop(key, None)
+        values[path] = None
     # Like Accelerate, enable the precision if "auto" stood only in the block of the other 16-bit format:
     # {"fp16": {"enabled": "auto"}} by itself would train in fp32 if bf16 is requested.
     automatic = any(block_of(config, name).get("enabled") == AUTO for name in ("bf16", "fp16"))
@@ -113,9 +113,9 @@ def fill_in(config: Mapping[str, Any], facts: TrainingFacts) -> tuple[Config, di
     }
     filled, values = copy.deepcopy(dict(config)), {}
     for path, value in trainer.items():
-        parent, _, key = path.rpartition(".")
-        block = _block_at(filled, parent)
-        if block is not None and block.get(key) == AUTO:
+        *parents, key = path.split(".")
+        block = reduce(block_of, parents, filled)
+        if block.get(key) == AUTO:
             block[key] = values[path] = value
     return filled, values
 
@@ -130,11 +130,3 @@ def trainer_sizes(hidden_size: int) -> dict[str, int]:
         "stage3_prefetch_bucket_size": int(0.9 * hidden_size * hidden_size),
         "stage3_param_persistence_threshold": 10 * hidden_size,
     }
-
-
-def _block_at(config: Config, path: str) -> Config | None:
-    """Return the block at a path, or the configuration itself for an empty path; None if there is no such block."""
-    block: Any = config
-    for name in filter(None, path.split(".")):
-        block = block.get(name) if isinstance(block, dict) else None
-    return block if isinstance(block, dict) else None

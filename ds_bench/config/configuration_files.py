@@ -371,7 +371,7 @@ def _read(path: Path, text: str | None = None) -> tuple[str, Config, int | None]
 def read_text(path: Path) -> str:
     """Return the text of a file. Raises ConfigurationFileError."""
     try:
-        return files.read_text(path, MAX_BYTES)
+        return files.read_bytes(path, MAX_BYTES).decode("utf-8")
     except OSError as error:
         reason = error.strerror or str(error)
         raise ConfigurationFileError(path, reason, remedy="give a readable JSON or YAML file") from None

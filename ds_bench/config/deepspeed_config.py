@@ -418,7 +418,7 @@ def read_changes(path: Path | None) -> Config:
     if path is None:
         return {}
     try:
-        data = json.loads(files.read_text(path, _LARGEST_FILE_BYTES))
+        data = json.loads(files.read_bytes(path, _LARGEST_FILE_BYTES).decode("utf-8"))
     except OSError as error:
         raise UsageError(f"--ds-config {path}: {error.strerror}", remedy="give a readable JSON file") from None
     except ValueError as error:

@@ -24,7 +24,7 @@ def resolve_placement(
 
     ``interpreter``: of a user's script, whose torch counts; None for this one.
     """
-    rocm = environment.torch_rocm_version() if interpreter is None else None
+    rocm = environment.torch_built_for("hip") if interpreter is None else None
     if options.accelerator != "cpu" and rocm is not None:
         raise UsageError(
             f"the installed torch is for ROCm {rocm}, which is not supported",

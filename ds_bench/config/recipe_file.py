@@ -68,7 +68,7 @@ def read_recipe(path: Path) -> RecipeText:
         remedy = f"did you mean {invocation.command('run', '--configs', 'FILE', '--', str(path))}?"
         raise UsageError(f"{path} is a script, not a recipe", remedy=remedy)
     try:
-        text = files.read_text(path, LARGEST_FILE_BYTES)
+        text = files.read_bytes(path, LARGEST_FILE_BYTES).decode("utf-8")
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror or error}", remedy="give the YAML file of a recipe") from None
     except ValueError:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,22 +25,6 @@ _WHY = {
     "warning": "DeepSpeed accepts the file, but ignores the setting, behaves differently, or fails later.",
     "hint": "DeepSpeed accepts the file; you might not expect what it does with it.",
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
-    """The explanation of one rule."""
-
-    finding: Finding
-    """The finding that ``check`` reports for the example, with its position."""
-    what: str
-    why: str
-    example: str
-    """Text of a file that breaks the rule and no other."""
-    given: str
-    """Flags or GPU without which ``check`` does not apply the rule; empty if none."""
-    versions: str
-    """DeepSpeed versions that the rule applies to; empty: all."""
 
 
 @cache
@@ -62,8 +45,12 @@ def file_finding(rule: str, reason: str, path: str = "", line: int | None = None
     return Finding(rule, entry["level"], path, reason, entry["remedy"], entry["source"], line, column=column)
 
 
-def explain(rule: str) -> Explanation:
-    """Explain a rule of :func:`rule_table`."""
+def explain(rule: str) -> tuple[Finding, dict[str, str]]:
+    """Return what ``check`` finds in the example of a rule of :func:`rule_table`, and the explanation by its JSON keys.
+
+    ``versions``: DeepSpeed versions that the rule applies to; empty: all. ``given``: flags or GPU without which
+    ``check`` does not apply the rule; empty if none. ``example``: text of a file that breaks the rule and no other.
+    """
     entry = rule_table()[rule]
     known: dict[str, Any] = dict(entry.get("given", {}))
     given = [f"--{name.replace('_', '-')} {known[name]}" for name in ("deepspeed_version", "num_gpus") if name in known]
@@ -85,11 +72,14 @@ def explain(rule: str) -> Explanation:
     why = _WHY[finding.level].format(finding.stops_when or "it reads the file")
     if rule in {each.name for each in WRONG_TRAINING}:
         why = "Training runs, and in these versions its result differs from what the file says."
-    return Explanation(
-        finding=finding,
-        what=entry.get("what") or f"{finding.path}: {finding.reason}",
-        why=entry.get("why", why),
-        example=text,
-        given=" ".join(given),
-        versions=next((each.versions for each in RULES if each.name == rule), ""),
-    )
+    return finding, {
+        "rule": rule,
+        "level": finding.level,
+        "what": entry.get("what") or f"{finding.path}: {finding.reason}",
+        "why": entry.get("why", why),
+        "versions": next((each.versions for each in RULES if each.name == rule), ""),
+        "given": " ".join(given),
+        "example": text,
+        "remedy": finding.remedy,
+        "source": finding.source,
+    }

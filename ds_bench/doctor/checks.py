@@ -25,7 +25,7 @@ from ..errors import PreflightError
 from ..launch import ops, rank_environment
 from ..records import json_files
 from ..system import environment, invocation, terminal
-from ..system.environment import environment_of, read_interpreter
+from ..system.environment import read_interpreter
 from . import cluster, disk, host, software
 from .findings import Finding, Groups, SystemAccess, format_count, format_finding, ok, problem, run_check, warning
 
@@ -117,7 +117,7 @@ def run_all_checks(
             hostfile=str(hostfile.absolute()),
             host_command=SSH,
         )
-        local = environment_of(environment.read_environment(system.environ, inventory), interpreter)
+        local = environment.read_environment(system.environ, inventory, interpreter=interpreter)
         groups["Hosts"] = run_check(
             "hosts", lambda: cluster.check_all(several, own, local, python), failed_level="problem"
         )

@@ -43,7 +43,7 @@ from ..records.rank_files import (
     append_exit,
 )
 from ..system import files, gpu_state, processes
-from ..system.environment import Environment, Interpreter, environment_of, read_environment, read_interpreter
+from ..system.environment import Interpreter, read_environment, read_interpreter
 from ..system.helper_programs import run_tool
 from ..system.host_resources import read_oom_kill_count
 from . import rank_environment
@@ -61,7 +61,6 @@ from .scratch import (
 )
 from .trial_watcher import STACKS_SECONDS, request_stacks
 
-Say = Callable[[str], None]
 _SEND_SECONDS = 0.5
 """Interval at which the files of a running trial are checked for changes."""
 _CHECK_SECONDS = 100.0
@@ -324,7 +323,7 @@ class HostAgent:
             return self._locks.enter_context(gpu_state.locked_devices(names, say))
 
         answers: dict[str, Callable[..., Any]] = {
-            "environment": _read_environment,
+            "environment": lambda python=None: read_environment(interpreter=_interpreter(python)),
             "file_digest": file_digest,
             "build_ops": build_ops,
             "lock": lock_devices,
@@ -463,10 +462,6 @@ def chosen_devices(placement: Placement, environ: Mapping[str, str]) -> dict[str
 def _interpreter(python: str | None) -> Interpreter | None:
     """The interpreter of a user's script on this host, None without one. Raises PreflightError."""
     return None if python is None else read_interpreter(python)
-
-
-def _read_environment(python: str | None = None) -> Environment:
-    return environment_of(read_environment(), _interpreter(python))
 
 
 def _host_variables(placement: Placement, environ: Mapping[str, str], python: str | None) -> dict[str, str]:

@@ -62,7 +62,8 @@ class MessageStream:
         self._lock = threading.Lock()
         # A byte in this pipe ends the wait in poll() when another thread has queued a message.
         self._wake_reader, self._wake_writer = os.pipe()
-        self._closed = False
+        self.closed = False
+        """Whether the stream has ended."""
         self._thread = threading.Thread(target=self._run, name="messages of a host", daemon=True)
 
     def start(self) -> None:
@@ -72,7 +73,7 @@ class MessageStream:
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Queue a message. Does nothing after the end of the stream."""
-        if self._closed:
+        if self.closed:
             return
         with self._lock:
             # Under the lock, so that the lines of two threads do not mix.
@@ -82,17 +83,12 @@ class MessageStream:
 
     def wait_for_room(self) -> None:
         """Wait while much is queued, so that large files do not fill memory. Returns at the end of the stream."""
-        while len(self._outgoing) > _MAX_QUEUED_BYTES and not self._closed:
+        while len(self._outgoing) > _MAX_QUEUED_BYTES and not self.closed:
             time.sleep(0.01)
-
-    @property
-    def closed(self) -> bool:
-        """Whether the stream has ended."""
-        return self._closed
 
     def close(self) -> None:
         """End the thread; ``ended`` is called with "closed"."""
-        self._closed = True
+        self.closed = True
         self._wake()
         if threading.current_thread() is not self._thread:
             self._thread.join(5.0)
@@ -114,7 +110,7 @@ class MessageStream:
             reason = str(error)
         except Exception:  # such as a message that lacks a required field
             reason = "it sent a message that cannot be read"
-        self._closed = True
+        self.closed = True
         # No thread may write to the closed pipe: its descriptor may already belong to another file.
         with self._lock:
             wakers, self._wake_writer = (self._wake_reader, self._wake_writer), -1
@@ -124,7 +120,7 @@ class MessageStream:
 
     def _exchange(self) -> None:
         heard = pinged = time.monotonic()
-        while not self._closed:
+        while not self.closed:
             poll = select.poll()
             poll.register(self._reader, select.POLLIN)
             poll.register(self._wake_reader, select.POLLIN)

@@ -102,11 +102,6 @@ def preload_variables(architectures: Iterable[str]) -> dict[str, str]:
     return {"DS_BENCH_PRELOAD": ",".join(modules)} if modules else {}
 
 
-def preloaded_ops(names: Iterable[str]) -> dict[str, str]:
-    """The variable that makes the preloaded server load these ops, which must be built."""
-    return {"DS_BENCH_PRELOAD_OPS": ",".join(names)}
-
-
 def thread_variables(
     placement: Placement, environ: Mapping[str, str], root: Path = host_resources.ROOT
 ) -> dict[str, str]:

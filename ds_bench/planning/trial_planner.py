@@ -369,17 +369,8 @@ def _plan_of_point(
             f"{micro} and {options.spelling_of('grad_accum')} {accumulation} replace the batch keys of "
             f"{format_names(others, 3)}; {options.spelling_of('keep_batch')} keeps them",
         ]
-    if (file := options.token_file) is not None:
-        length = trials[0].workload.seq_length
-        sequences, steps = file.tokens // length, options.warmup_steps + options.num_steps
-        needed = steps * size * accumulation * placement.num_gpus
-        # With --batch-size auto the batch is not known yet.
-        again = (
-            f"{options.data} has {sequences:,} sequences of {length} tokens, and a run trains on {needed:,}: it is "
-            "read several times"
-        )
-        is_short = needed > sequences and not options.auto_batch
-        lines = [*lines, *filter(None, [file.note, again if is_short else None])]
+    if options.token_file is not None and options.token_file.note:
+        lines = [*lines, options.token_file.note]
     return Plan(
         options=options,
         model=model,

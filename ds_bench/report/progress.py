@@ -6,13 +6,13 @@ On a terminal a live line follows the current trial.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..analysis.provenance import STEP_NAMES
 from ..config.caveats import CaveatKind, as_caveat, has_kind
-from ..config.spec import Trial
+from ..config.spec import Trial, point_text
 from ..launch import Progress, ProgressCallback
 from ..planning.trial_planner import Plan, RunPlan
 from ..prediction.fit_verdict import DOES_NOT_FIT, TIGHT, UNKNOWN
@@ -34,23 +34,14 @@ class ProgressReporter:
     """Prints how each trial ended, and how long the rest of the comparison is likely to take.
 
     ``trials``: those that will run. ``repeats``: runs of each row. ``verbose``: also that a trial begins, its caveats
-    and its files. ``point_of``: the point of a sweep that a trial belongs to, as text.
+    and its files.
     """
 
-    def __init__(
-        self,
-        line: StatusLine,
-        trials: Sequence[Trial],
-        repeats: int = 1,
-        *,
-        verbose: bool = False,
-        point_of: Callable[[Trial], str] = lambda _trial: "",
-    ) -> None:
+    def __init__(self, line: StatusLine, trials: Sequence[Trial], repeats: int = 1, *, verbose: bool = False) -> None:
         self._line = line
         self._total = len(trials)
         self._repeats = repeats
         self._verbose = verbose
-        self._point_of = point_of
         self._number = 0
         self._wall_seconds: list[float] = []
 
@@ -89,7 +80,7 @@ class ProgressReporter:
     def _head(self, trial: Trial) -> str:
         """``[2/24] ZeRO-1 run 1/3``; without the run number if each row runs once; in a sweep with the point."""
         run = f" run {trial.repeat + 1}/{self._repeats}" if self._repeats > 1 else ""
-        point = f"{text}: " if (text := self._point_of(trial)) else ""
+        point = f"{text}: " if (text := point_text(trial.point)) else ""
         pass_type, what = trial.workload.pass_type, trial.configuration.label
         if pass_type != "train" and trial.configuration.name == "zero0":
             what = STEP_NAMES[pass_type]  # without DeepSpeed

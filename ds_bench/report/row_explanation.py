@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ..analysis.comparison import ComparisonRow
 from ..analysis.intervals import FEWEST_RUNS
 from ..analysis.row_difference import (
     PHASES,
@@ -18,7 +17,6 @@ from ..analysis.row_difference import (
     TimeDifference,
 )
 from ..prediction.trial_predictions import stored_prediction
-from ..recommend.guide import traffic_text
 from ..units import MISSING, format_bytes, format_rate, format_series, format_significant, to_ms
 from .comparison_columns import PHASE_HEADINGS, failure_sentence, signed
 from .memory_plan import category_text, gpu_range
@@ -39,8 +37,6 @@ Cells = tuple[str, str, str, str]
 def explanation_tables(difference: RowDifference) -> list[Table]:
     """Return the tables of the whole explanation; those without content are left out."""
     a, b = difference.a.label, difference.b.label
-    traffic = [_traffic(row) for row in (difference.a, difference.b)]
-    sent = None not in traffic and traffic[0] != traffic[1] and difference.time is not None
     savings = []
     for saving in difference.savings:
         on_gpu = saving.gpu_bytes > 0
@@ -57,7 +53,7 @@ def explanation_tables(difference: RowDifference) -> list[Table]:
         )
     sections = {
         "Memory": (_memory_rows(difference), []),
-        "Time": (_time_rows(difference), [f"By formula, {a}: {traffic[0]}. {b}: {traffic[1]}."] if sent else []),
+        "Time": (_time_rows(difference), []),
         "Settings": (
             _key_rows(difference),
             [f"The machines differ: {text}." for text in difference.environment_differences],
@@ -218,23 +214,6 @@ def _speed_text(time: TimeDifference) -> str:
     if not interval.distinguishable:
         return f"{what}: statistically indistinguishable ({bounds})"
     return f"{what}: {format_significant(ratio)} {meaning} ({bounds})"
-
-
-def _traffic(row: ComparisonRow) -> str | None:
-    """Return what a step sends between GPUs and over the link to the host; None on CPU ranks and other engines."""
-    run, trial = row.representative.row, row.trial
-    if trial.placement.accelerator == "cpu" or trial.configuration.engine != "deepspeed":
-        return None
-    if not (run.parameter_count and run.data_parallel_size):
-        return None
-    return traffic_text(
-        trial.configuration,
-        run.parameter_count,
-        run.data_parallel_size,
-        trial.workload.precision,
-        run.grad_accum or 1,
-        run.trainable_parameter_count,
-    )
 
 
 # ------------------------------------------------------------------ settings and savings

@@ -13,7 +13,7 @@ from ..config.caveats import UNSTABLE_KINDS, Caveat, CaveatKind, has_kind
 from ..recommend.message_templates import format_list
 from ..recommend.remedies import failed_run
 from ..records.schema import status_text
-from ..system.terminal import can_encode, escape_controls, make_console, print_text, width_of
+from ..system.terminal import can_encode, escape_controls, print_text, width_of
 from ..units import MISSING, format_items
 from . import combined_table
 from .comparison_columns import TABLE_COLUMNS, detail_tables, failure_sentence, failure_text, row_status, short_columns
@@ -103,9 +103,10 @@ def _print_lines(lines: Sequence[Line], stream: IO[str]) -> None:
     if not stream.isatty():
         print_text("\n".join(line.text for line in lines), stream)
         return
+    from rich.console import Console
     from rich.text import Text
 
-    console = make_console(stream, emoji=False)
+    console = Console(file=stream, highlight=False, emoji=False)
     for line in lines:
         console.print(Text(line.text, style=line.style), soft_wrap=True)
 

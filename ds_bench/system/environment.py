@@ -15,11 +15,11 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from .. import units
 from ..errors import PreflightError, UsageError
@@ -59,8 +59,6 @@ class Environment:
     operating_system: str | None = None
     """Name and version of the distribution."""
     kernel: str | None = None
-    machine: str | None = None
-    """Instruction set, e.g. ``x86_64``."""
     python_version: str | None = None
     cpu_model: str | None = None
     """The processor's name, from the kernel."""
@@ -73,15 +71,12 @@ class Environment:
     numa_nodes: int | None = None
     host_memory_bytes: int | None = None
     """Memory of the machine."""
-    swap_total_bytes: int | None = None
     swap_used_bytes: int | None = None
     """Swap space in use by all processes; above zero, the machine has been short of memory."""
     cgroup_memory_limit_bytes: int | None = None
     """The tightest memory limit on this process; ``None`` without one."""
     cgroup_memory_peak_bytes: int | None = None
     """The most memory that the cgroup ever held, page cache included: more than this run uses."""
-    shm_bytes: int | None = None
-    """Size of ``/dev/shm``, through which ranks of one node exchange data."""
     packages: Mapping[str, str] = field(default_factory=dict)
     """Version of each installed package among :data:`PACKAGES`; one that is not installed is absent."""
     torch_cuda_version: str | None = None
@@ -137,55 +132,49 @@ class Machine:
     interpreter: Interpreter | None = None
     """Interpreter of a user's script; None without a script."""
 
-    @property
-    def visible_gpu_indices(self) -> tuple[int, ...]:
-        """NVML's indices of the GPUs that ``CUDA_VISIBLE_DEVICES`` leaves, in its order."""
-        return tuple(gpu.index for gpu in self.environment.gpus)
 
-
-def read_machine() -> Machine:
-    """Read this machine. Never raises: a fact that cannot be read is None."""
+def read_machine(interpreter: Interpreter | None = None) -> Machine:
+    """Read this machine. Never raises: a fact that cannot be read is None. ``interpreter``: of a user's script."""
     variables, inventory = dict(os.environ), gpu_state.read_gpus()
-    return Machine(environment=read_environment(variables, inventory), gpus=inventory, variables=variables)
+    environment = read_environment(variables, inventory, interpreter=interpreter)
+    return Machine(environment=environment, gpus=inventory, variables=variables, interpreter=interpreter)
 
 
 def read_environment(
-    environ: Mapping[str, str] | None = None, inventory: GpuInventory | None = None, root: Path = ROOT
+    environ: Mapping[str, str] | None = None,
+    inventory: GpuInventory | None = None,
+    root: Path = ROOT,
+    interpreter: Interpreter | None = None,
 ) -> Environment:
+    """Read this host, with the versions of ``interpreter``: a user's script's, or None for this one."""
     import platform
 
     environ = os.environ if environ is None else environ
     inventory = gpu_state.read_gpus() if inventory is None else inventory
-    swap_total, swap_used = host_resources.swap_bytes(root)
     system, allowed_cpus, nodes = os.uname(), os.sched_getaffinity(0), root / "sys/devices/system/node"
     # Threads of one core list the same siblings.
     topology = root / "sys/devices/system/cpu"
     cores = {read_text(topology / f"cpu{cpu}/topology/thread_siblings_list") for cpu in allowed_cpus}
-    operating_system, shm_bytes = None, None
+    operating_system = None
     with contextlib.suppress(OSError):
         operating_system = platform.freedesktop_os_release().get("PRETTY_NAME")
-    with contextlib.suppress(OSError):
-        shm = os.statvfs(root / "dev/shm")
-        shm_bytes = shm.f_blocks * shm.f_frsize
+    version_of: Callable[[str], str | None] = installed_version if interpreter is None else interpreter.packages.get
     return Environment(
         hostname=system.nodename,
         operating_system=operating_system,
         kernel=system.release,
-        machine=system.machine,
-        python_version=sys.version.split()[0],
+        python_version=sys.version.split()[0] if interpreter is None else interpreter.python_version,
         cpu_model=cpu_model(root),
         logical_cores=len(allowed_cpus),
         physical_cores=None if None in cores else len(cores),
         cpu_quota_cores=host_resources.cgroup_cpu_cores(root),
         numa_nodes=sum(path.name[4:].isdecimal() for path in nodes.glob("node*")) or None,
         host_memory_bytes=host_resources.host_memory_bytes(root),
-        swap_total_bytes=swap_total,
-        swap_used_bytes=swap_used,
+        swap_used_bytes=host_resources.swap_bytes(root)[1],
         cgroup_memory_limit_bytes=host_resources.cgroup_limit_bytes(root),
         cgroup_memory_peak_bytes=host_resources.cgroup_peak_bytes(root),
-        shm_bytes=shm_bytes,
-        packages={name: version for name in PACKAGES if (version := installed_version(name)) is not None},
-        torch_cuda_version=torch_cuda_version(),
+        packages={name: version for name in PACKAGES if (version := version_of(name)) is not None},
+        torch_cuda_version=cuda_version_of(interpreter),
         gpu_driver_version=inventory.driver_version,
         gpus=gpu_state.select_visible(environ, inventory.gpus),
         variables=recorded_variables(environ),
@@ -324,20 +313,11 @@ def require_installed(package: str, asked_by: str) -> None:
 
 def cuda_version_of(interpreter: Interpreter | None) -> str | None:
     """Return the CUDA version that an interpreter's torch was built for. ``interpreter``: None for this one."""
-    return torch_cuda_version() if interpreter is None else interpreter.torch_cuda_version
+    return torch_built_for("cuda") if interpreter is None else interpreter.torch_cuda_version
 
 
-def torch_cuda_version() -> str | None:
-    """Return the CUDA version that torch was built for; None for other builds."""
-    return _torch_built_for("cuda")
-
-
-def torch_rocm_version() -> str | None:
-    """Return the ROCm (HIP) version that torch was built for; None for other builds."""
-    return _torch_built_for("hip")
-
-
-def _torch_built_for(platform: str) -> str | None:
+def torch_built_for(platform: Literal["cuda", "hip"]) -> str | None:
+    """Return the version of CUDA or HIP (ROCm) that torch was built for; None for other builds."""
     # torch/version.py is read as text because importing torch takes seconds.
     try:
         spec = find_spec("torch")
@@ -384,15 +364,3 @@ def read_interpreter(python: str) -> Interpreter:
         problem = f"the script's interpreter {python} has no {' and no '.join(missing)}"
         raise PreflightError(problem, remedy="install it there, or give --python VENV/bin/python")
     return found
-
-
-def environment_of(environment: Environment, interpreter: Interpreter | None) -> Environment:
-    """Return the environment with the versions of a script's interpreter, if any, in place of this program's."""
-    if interpreter is None:
-        return environment
-    return replace(
-        environment,
-        python_version=interpreter.python_version,
-        packages={name: version for name, version in interpreter.packages.items() if name in PACKAGES},
-        torch_cuda_version=interpreter.torch_cuda_version,
-    )

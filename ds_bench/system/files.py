@@ -60,11 +60,6 @@ def read_bytes(path: Path, max_bytes: int) -> bytes:
     return data
 
 
-def read_text(path: Path, max_bytes: int) -> str:
-    """Return the contents of a regular file as UTF-8. Raises as :func:`read_bytes` does, and UnicodeDecodeError."""
-    return read_bytes(path, max_bytes).decode("utf-8")
-
-
 def write_text(path: Path, text: str, mode: int = 0o666) -> None:
     """Replace a file at once: temporary name, fsync, rename. The target of a link is replaced, not the link; a device
     or pipe is written to.

@@ -43,13 +43,6 @@ class ToolReply:
         return self.objects[-1] if self.objects else {"error": f"{program} {self.ending}"}
 
 
-def tool_command(python: str, module: str) -> list[str]:
-    """Return the command that runs a module of this package in another interpreter, with the user's own path."""
-    file = Path(__file__).resolve().parents[1] / f"{module.replace('.', '/')}.py"
-    path = f"PYTHONPATH={os.environ.get('PYTHONPATH', '')}"
-    return ["env", "-u", "PYTHONSAFEPATH", path, python, "-c", _RUN_FILE, str(file)]
-
-
 def run_tool(
     module: str,
     *arguments: str,
@@ -65,7 +58,11 @@ def run_tool(
     each. ``python``: another interpreter, for a module that imports nothing of this package. ``how``: see
     :func:`run_program`. A tool that fails or takes too long raises nothing: the reply has what it printed.
     """
-    command = [sys.executable, "-m", f"ds_bench.{module}"] if python is None else tool_command(python, module)
+    command = [sys.executable, "-m", f"ds_bench.{module}"]
+    if python is not None:
+        file = Path(__file__).resolve().parents[1] / f"{module.replace('.', '/')}.py"
+        path = f"PYTHONPATH={os.environ.get('PYTHONPATH', '')}"  # the user's own, without this package
+        command = ["env", "-u", "PYTHONSAFEPATH", path, python, "-c", _RUN_FILE, str(file)]
     try:
         done = run_program(
             [*command, *arguments],

@@ -23,14 +23,6 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def _prctl(option: int, value: int) -> bool:
-    try:
-        libc = ctypes.CDLL(None, use_errno=True)
-        return bool(libc.prctl(option, value, 0, 0, 0) == 0)
-    except (OSError, AttributeError):  # not Linux
-        return False
-
-
 def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
     """Variables of a Python child process: this process's, the changes, and :func:`import_variables`."""
     variables = {**os.environ, **changes}
@@ -63,7 +55,7 @@ def redirect_streams(path: Path) -> None:
 def die_with_parent(number: int = signal.SIGKILL) -> None:
     """Make the kernel send signal ``number`` to this process when its parent dies (prctl(2), PR_SET_PDEATHSIG)."""
     parent = os.getppid()
-    _prctl(_PR_SET_PDEATHSIG, number)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it died before the call
         os.kill(os.getpid(), number)
 
@@ -100,7 +92,7 @@ def die_with_leader() -> None:
 
 def adopt_orphans() -> None:
     """Make descendants whose parent dies children of this process (PR_SET_CHILD_SUBREAPER)."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def open_gpu_files(process: Path = Path("/proc/self")) -> list[str]:

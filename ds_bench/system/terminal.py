@@ -7,7 +7,6 @@ Everything that the parent prints goes through :func:`print_text` or :func:`prin
 from __future__ import annotations
 
 import codecs
-import errno
 import json
 import os
 import sys
@@ -15,10 +14,7 @@ import time
 import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import IO, TYPE_CHECKING, Any, TextIO, cast
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from typing import IO, Any, TextIO, cast
 
 _ASCII = {
     "✅": "[ok]", "❌": "[failed]", "⏹": "[stopped]", "⏭": "[skipped]", "\ufe0f": "", "—": "-", "–": "-", "−": "-",
@@ -148,17 +144,6 @@ def _shown_on(stream: IO[str], text: str) -> str:
     return text.encode(_encoding(stream), _PLAIN_SIGNS).decode(_encoding(stream))
 
 
-def make_console(stream: IO[str], **settings: Any) -> Console:
-    """Make rich's Console. If its reader is gone (``| head``) it raises BrokenPipeError, as ``print`` does."""
-    from rich.console import Console
-
-    class PipedConsole(Console):
-        def on_broken_pipe(self) -> None:  # rich would end the program with exit code 1
-            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
-
-    return PipedConsole(file=stream, highlight=False, **settings)
-
-
 class StatusLine:
     """Prints lines that stay, and below them one line that is redrawn on a terminal.
 
@@ -191,12 +176,13 @@ class StatusLine:
         if not self._is_terminal:
             print_text(text, self.stream)
             return
+        from rich.console import Console
         from rich.live import Live
         from rich.text import Text
 
         line = Text(_shown_on(self.stream, escape_controls(text)), no_wrap=True, overflow="ellipsis")
         if self._live is None:
-            console = make_console(self.stream)
+            console = Console(file=self.stream, highlight=False)
             # No refresh by itself: rich would start a thread that draws while trials are measured.
             self._live = Live(line, console=console, auto_refresh=False, transient=True)
             self._live.start()

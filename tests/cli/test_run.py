@@ -259,7 +259,7 @@ def test_a_recipe_that_ships_can_be_planned(
     path: Path, scripted: ScriptedRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_state, "read_gpus", lambda: fakes.inventory(cards=8))
-    monkeypatch.setattr(placement.environment, "torch_cuda_version", lambda: "13.0")
+    monkeypatch.setattr(placement.environment, "torch_built_for", {"cuda": "13.0"}.get)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert path.read_text().startswith("# yaml-language-server: $schema=../docs/recipe.schema.json\n# ")
     assert commands.main(["run", str(path), "--dry-run", "--output-dir", str(scripted.output)]) == 0

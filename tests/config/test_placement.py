@@ -19,7 +19,7 @@ from tests.support import fakes
 @pytest.fixture(autouse=True)
 def torch_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever torch is installed counts as a CUDA build."""
-    monkeypatch.setattr(environment, "torch_cuda_version", lambda: "13.0")
+    monkeypatch.setattr(environment, "torch_built_for", {"cuda": "13.0"}.get)
 
 
 def place(*arguments: str, cards: int = 4, capability: tuple[int, int] = (9, 0), **environ: str) -> Placement:
@@ -60,11 +60,11 @@ def test_gpus_that_are_not_there_are_refused(subtests: pytest.Subtests) -> None:
 
 
 def test_a_torch_without_cuda_runs_on_the_cpu_unless_cuda_is_requested(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "torch_cuda_version", lambda: None)
+    monkeypatch.setattr(environment, "torch_built_for", {}.get)
     assert place().accelerator == "cpu"
     with pytest.raises(UsageError, match=r"--accelerator cuda, but no torch for CUDA is installed\. Install"):
         place("--accelerator", "cuda")
-    monkeypatch.setattr(environment, "torch_rocm_version", lambda: "6.4.43482")
+    monkeypatch.setattr(environment, "torch_built_for", {"hip": "6.4.43482"}.get)
     with pytest.raises(UsageError, match=r"torch is for ROCm 6.4.43482, which is not supported"):
         place("--accelerator", "auto", cards=0)
     assert place("--accelerator", "cpu", cards=0).accelerator == "cpu"

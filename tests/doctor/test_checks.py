@@ -136,7 +136,7 @@ def test_nvme_path_is_checked_only_for_rows_that_use_it(tmp_path: Path, monkeypa
 
 
 def test_gpus_are_checked_only_if_the_plan_uses_them(monkeypatch: pytest.MonkeyPatch, bare: SystemAccess) -> None:
-    monkeypatch.setattr(environment, "torch_cuda_version", lambda: "12.8")
+    monkeypatch.setattr(environment, "torch_built_for", {"cuda": "12.8"}.get)
     divided = SystemAccess(read_gpus=Cards(GpuFacts(index=0, mig=True), GpuFacts(index=1)), environ={})
     row = fakes.offload("none")
     assert "GPU 0 MIG" not in planned(row, system=divided)

@@ -20,7 +20,7 @@ from tests.support.real_trials import ROOT
 
 _USABLE = (
     bool(gpu_state.select_visible(os.environ, gpu_state.read_gpus().gpus))
-    and environment.torch_cuda_version() is not None
+    and environment.torch_built_for("cuda") is not None
 )
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not _USABLE, reason="no GPU, or torch is a CPU build")]
 

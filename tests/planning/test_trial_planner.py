@@ -352,7 +352,7 @@ def test_variables_of_env_reach_the_ranks_over_what_this_program_sets() -> None:
 
 def test_predictions_follow_the_state_of_the_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that loses FusedAdam is predicted with torch's AdamW; one that cannot run loses its prediction."""
-    monkeypatch.setattr(environment, "torch_cuda_version", lambda: "12.8")
+    monkeypatch.setattr(environment, "torch_built_for", {"cuda": "12.8"}.get)
     options = fakes.options("offload", "--strategies", "none", "cpu_optimizer", "--seq-length", "16", "--num-gpus", "1")
     capacity = trial_predictions.MemoryCapacity(gpu_bytes=None, host_bytes=None)
     profile = trial_predictions.profile_model(fakes.resolved_model(), 16, "cuda", dropout=0.0)

@@ -20,7 +20,7 @@ from ds_bench.system.environment import (
     recorded_variables,
     setting_differences,
     software_differences,
-    torch_cuda_version,
+    torch_built_for,
 )
 from ds_bench.system.gpu_state import GpuFacts, GpuInventory
 from ds_bench.system.redaction import REDACTED
@@ -95,11 +95,11 @@ def test_visible_gpus_are_kept_in_their_order_and_unreadable_facts_are_none(tmp_
     inventory = GpuInventory(driver_version="580", gpus=gpus)
     environment = read_environment({"CUDA_VISIBLE_DEVICES": "2,0"}, inventory, root=tmp_path)
     assert ([gpu.index for gpu in environment.gpus], environment.gpu_driver_version) == ([2, 0], "580")
-    gaps = ("cpu_model", "physical_cores", "numa_nodes", "host_memory_bytes", "shm_bytes", "cgroup_memory_limit_bytes")
+    gaps = ("cpu_model", "physical_cores", "numa_nodes", "host_memory_bytes", "cgroup_memory_limit_bytes")
     assert [name for name in gaps if getattr(environment, name) is not None] == []
 
 
-def test_torchs_cuda_version_is_read_as_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_torch_was_built_for_is_read_as_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise RuntimeError('torch was imported')\n")
     monkeypatch.delitem(sys.modules, "torch", raising=False)
@@ -109,9 +109,9 @@ def test_torchs_cuda_version_is_read_as_text(tmp_path: Path, monkeypatch: pytest
         ("cuda: Optional[str] = None", None), ("# cuda = '12.8'", None), ("cuda_arch = '9.0'", None),
     ):  # fmt: skip
         (tmp_path / "torch" / "version.py").write_text(f"__version__ = '2.13.0'\n{line}\nhip: Optional[str] = '6.4'\n")
-        assert torch_cuda_version() == expected, line
+        assert (torch_built_for("cuda"), torch_built_for("hip")) == (expected, "6.4"), line
     monkeypatch.setattr(sys, "path", [])
-    assert (torch_cuda_version(), read_environment({}, GpuInventory()).packages) == (None, {})
+    assert (torch_built_for("cuda"), read_environment({}, GpuInventory()).packages) == (None, {})
 
 
 def test_processor_has_the_kernels_name(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from ds_bench.system.terminal import (
     can_encode,
     escape_controls,
     ignoring_broken_stderr,
-    make_console,
     print_json,
     to_ascii,
 )
@@ -64,12 +63,3 @@ def test_progress_that_nobody_reads_any_more_is_dropped(reader: str, monkeypatch
             print("and more of it", file=sys.stderr, flush=True)
             assert os.fstat(stream.fileno()).st_rdev == Path(os.devnull).stat().st_rdev
         assert sys.stderr is stream
-
-
-def test_table_whose_reader_is_gone_is_a_broken_pipe_and_does_not_end_the_program() -> None:
-    class Closed(io.StringIO):
-        def write(self, _text: str) -> int:
-            raise BrokenPipeError
-
-    with pytest.raises(BrokenPipeError):
-        make_console(Closed()).print("a table")

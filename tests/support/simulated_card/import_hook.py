@@ -31,7 +31,7 @@ def _change_accelerator(module: Any) -> None:
 
 
 def _change_environment(module: Any) -> None:
-    module.torch_cuda_version = lambda: "13.0"
+    module.torch_built_for = {"cuda": "13.0"}.get
     read = module.read_interpreter
     module.read_interpreter = lambda *args: replace(read(*args), torch_cuda_version="13.0")
 
