@@ -140,7 +140,7 @@ def test_an_overriding_configuration_keeps_the_scripts_batch_optimizer_and_preci
 
 
 ENDS = """
-import json, os, signal, sys
+import json, os, signal, sys, threading
 sys.path.insert(0, sys.argv[1])
 import ds_bench_script_hook
 ds_bench_script_hook.install()
@@ -159,6 +159,7 @@ sys.stdout = None
             "NoEngine",
             "",
         ),
+        ("thread = threading.Thread(target=lambda: {}['x']); thread.start(); thread.join()", "KeyError", "KeyError"),
         # A signal: its handler raised, Python's own or the script's.
         ("os.kill(os.getpid(), signal.SIGINT)", None, ""),
         (
@@ -168,7 +169,7 @@ sys.stdout = None
         ),
     ],
 )
-def test_an_exit_leaves_its_last_line_and_a_signal_leaves_no_file(
+def test_an_exit_leaves_its_last_line_and_an_exception_of_a_thread_is_the_scripts(
     script: str, error_class: str | None, text: str, tmp_path: Path
 ) -> None:
     """None: no file of the rank, so that the signal that ended it is the cause."""

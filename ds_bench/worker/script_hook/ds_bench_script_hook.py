@@ -25,6 +25,7 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import time
 import types
 import weakref
@@ -142,6 +143,7 @@ class Hook:
         self.marks: list[Any] = []
         self.window: dict[str, Any] = {}
         self.written = False
+        self.failure_of_thread: dict[str, Any] | None = None
         self.refusal_of_auto: Exception | None = None
         self.beat_file = os.open(folder / f"rank{self.rank}.beat", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         self.beats, self.phase, self.last_step_seconds, self.last_step_at = 0, "hello", 0.0, 0.0
@@ -406,6 +408,9 @@ class Hook:
         if error is not None:
             self.on_exception(error)
             return
+        if self.failure_of_thread is not None:
+            self.write({"failure": self.failure_of_thread})
+            return
         done, kind, name = len(self.steps), "ended_early", "EndedEarly"
         text = f"the script ended after {done} of {self.warmup_steps + self.num_steps} steps"
         if len(self.all_names) > 1 and done:
@@ -633,7 +638,14 @@ def install() -> None:
         shown(kind, error, traceback)
         hook.on_exception(error)
 
-    sys.excepthook = note_exception
+    shown_of_thread = threading.excepthook
+
+    def note_exception_of_thread(seen: Any) -> None:
+        shown_of_thread(seen)
+        if hook.active and hook.failure_of_thread is None and isinstance(seen.exc_value, Exception):
+            hook.failure_of_thread = hook.failure(seen.exc_value)  # reported if the script ends early: it may go on
+
+    sys.excepthook, threading.excepthook = note_exception, note_exception_of_thread
     # Registered first, so that it runs after what the script registers.
     atexit.register(hook.at_exit)
     hook.beat("import")
