@@ -6,6 +6,7 @@ line. :mod:`merge_results` combines several results.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import math
@@ -25,7 +26,7 @@ from ..config.training_script import Script
 from ..errors import UsageError
 from ..models.presets import find_preset
 from ..records import json_files, reader
-from ..records.reader import StoredRecord
+from ..records.reader import RunInfo, StoredRecord
 from ..records.result_files import flat_json_path
 from ..records.run_folder import RECORDS_FILE, RUN_FILE
 from ..records.schema import SUCCESS, TrialRecord
@@ -37,6 +38,7 @@ from .loss_parity import with_loss_caveats
 from .row import MIG_SUFFIX, Row, Run, make_run
 
 _FLAT_NAME = re.compile(r"(?:(zero|offload)_)?comparison_(\w+)")
+_MAX_PEAK_TFLOPS = 1e9
 _VALUE_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """Errors from computing with a file's impossible values, which have the right type."""
 
@@ -84,17 +86,19 @@ def load(path: Path, *, whole: bool = True) -> Result:
 
 def make_runs(
     records: Sequence[TrialRecord],
+    peak_tflops: float | None = None,
     environment: Environment | None = None,
     run_id: str | None = None,
 ) -> tuple[Run, ...]:
-    """Make the runs of one table."""
+    """Make the runs of one table. ``peak_tflops``: of one device, if the user gave it."""
     find_model, find_peak = cache(find_preset), cache(flops.mean_peak_flops)
     runs = []
     for record in records:
         workload = record.trial.workload
         facts = find_model(workload.model) if workload.model_source == "preset" else None
-        peak_flops = None
-        if record.ranks and record.trial.placement.accelerator == "cuda":
+        # The user's rate applies to any device; the built-in table has only GPUs.
+        peak_flops = peak_tflops * 1e12 if peak_tflops else None
+        if peak_flops is None and record.ranks and record.trial.placement.accelerator == "cuda":
             names = tuple(rank.device_name for rank in record.ranks)
             peak_flops = find_peak(names, flops.peak_precision(record))
         runs.append(make_run(record, facts, peak_flops, environment, run_id))
@@ -150,7 +154,7 @@ def _load_run(folder: Path, source: Path, whole: bool, rows: Sequence[Row] | Non
             # Without run.json this may not be a run folder.
             run_id = file.resolve().parent.name if planned else None
             try:
-                runs = make_runs(records, run_info.environment, run_id)
+                runs = make_runs(records, _peak_tflops(run_info), run_info.environment, run_id)
             except _VALUE_ERRORS as error:
                 problem = f"{source} holds impossible figures or settings: {type(error).__name__}: {error}"
                 raise UsageError(" ".join(problem.split()), remedy="give a result as ds_bench wrote it") from error
@@ -212,6 +216,19 @@ def recipe_value(recipe: Mapping[str, Any], section: str, key: str) -> Any:
     sections = recipe.get("values")
     block = sections.get(section) if isinstance(sections, dict) else None
     return block.get(key) if isinstance(block, dict) else None
+
+
+def _peak_tflops(run_info: RunInfo) -> float | None:
+    """Return the peak rate from a run's flags or recipe; None if not given or impossible."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--peak-tflops", type=float)
+    value = recipe_value(run_info.recipe, "launch", "peak_tflops")
+    # A recipe holds the rate itself; for a script, it is among the typed flags.
+    if not run_info.recipe:
+        with contextlib.suppress(argparse.ArgumentError):
+            value = parser.parse_known_args(run_info.arguments)[0].peak_tflops
+    possible = isinstance(value, (int, float)) and 0 < value < _MAX_PEAK_TFLOPS
+    return float(value) if possible else None
 
 
 # ------------------------------------------------------------------ a flat JSON

@@ -1,16 +1,17 @@
 """The file ``baselines.json`` and its entries: figures that later results are compared with, and their environment.
 
 The file is a JSON object keyed by baseline name. One writer at a time reads and replaces the whole file. It is meant to
-be committed, so of the environment it keeps only what decides whether two results are comparable, no host names or
-variables.
+be committed, so it keeps only what decides whether two results are comparable, no host names or variables.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
@@ -20,7 +21,7 @@ from typing import Any
 from .. import __version__
 from ..errors import UsageError
 from ..records import json_files
-from ..records.json_files import write_json
+from ..records.json_files import InvalidJsonError, write_json
 from ..system import files
 from .result import BenchmarkResult, Figures
 
@@ -94,11 +95,12 @@ class BaselineEntry(Figures):
         return json_files.build(cls, data, unknown_keys="ignore")
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 _ALWAYS = ("name", "throughput_tokens_per_sec", "peak_memory_mb", "tolerance", "version", "timestamp")
+
+
+def _is_number(value: object) -> bool:
+    # A bool is an int in Python.
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 # ------------------------------------------------------------------ the file
@@ -107,22 +109,39 @@ Entries = dict[str, dict[str, Any]]
 """Name → entry as written in the file."""
 
 _LARGEST_BYTES = 2**26
+_REMEDY = "restore it from version control, or remove it and save again"
 
 
 def read(path: Path) -> Entries | None:
     """Return all entries, not validated; None if the file does not exist. Raises UsageError for a malformed file."""
     try:
-        return json_files.parse(Entries, files.read_bytes(path, _LARGEST_BYTES))
+        data = files.read_bytes(path, _LARGEST_BYTES)
     except FileNotFoundError:
         return None
     except OSError as error:
         remedy = "give the file that baseline save wrote"
         raise json_files.unreadable(path, error, "file of baselines", remedy) from None
+    try:
+        value = json_files.parse_json(data)
+        # pydantic's parser silently takes the last of two equal keys.
+        json.loads(data, object_pairs_hook=_refuse_repeated_keys)
+    except InvalidJsonError as error:
+        raise UsageError(f"{path} {error}", remedy=_REMEDY) from None
     except ValueError as error:
-        # An entry is named; what is said of the whole file continues the sentence.
-        separator = ": " if getattr(error, "place", ()) else " "
-        remedy = "restore it from version control, or remove it and save again"
-        raise UsageError(f"{path}{separator}{error}", remedy=remedy) from None
+        raise UsageError(f"{path}: {error}", remedy="correct it by hand") from None
+    if not isinstance(value, dict):
+        raise UsageError(f"{path} is not a JSON object keyed by name", remedy=_REMEDY)
+    for name, entry in value.items():
+        if not isinstance(entry, dict):
+            raise UsageError(f"{path}: {name!r} is not a JSON object", remedy=_REMEDY)
+    return value
+
+
+def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> None:
+    """Refuse a repeated key, which a merge of two branches may leave: nobody knows which one counts."""
+    for name, count in Counter(name for name, _ in pairs).items():
+        if count > 1:
+            raise ValueError(f"{name!r} is given more than once")
 
 
 def edit(path: Path, change: Callable[[Entries], Entries]) -> None:
@@ -131,19 +150,15 @@ def edit(path: Path, change: Callable[[Entries], Entries]) -> None:
     A lock serializes writers, so that none overwrites another's entries. Raises UsageError if the file is invalid or
     cannot be written, and whatever ``change`` raises; the file is then unchanged.
     """
-    with _write_errors_reported(path):
-        path = path.resolve()  # so that writers by the name of a symbolic link take the same lock
-        # Lock the folder: write_json replaces the file itself, and its lock would stay with the old one.
-        folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        with contextlib.suppress(OSError):  # NFS locks only what is open for writing, as no folder can be (flock(2))
-            fcntl.flock(folder, fcntl.LOCK_EX)
+    with contextlib.ExitStack() as stack:
+        with _write_errors_reported(path):
+            path = path.resolve()  # so that a symbolic link is not replaced
+            # Lock another file: write_json replaces the file itself, and its lock would stay with the old one.
+            stack.enter_context(_locked(path.with_name(f".{path.name}.lock")))
         # Sorted by name, so that version control shows only the entries that changed.
         entries = dict(sorted(change(read(path) or {}).items()))
         with _write_errors_reported(path):
             write_json(path, entries)
-    finally:
-        os.close(folder)
 
 
 @contextlib.contextmanager
@@ -154,3 +169,24 @@ def _write_errors_reported(path: Path) -> Iterator[None]:
         reason = getattr(error, "strerror", None) or error
         remedy = "give a file in a folder that you may write to"
         raise UsageError(f"{path} cannot be written: {reason}", remedy=remedy) from None
+
+
+@contextlib.contextmanager
+def _locked(lock: Path) -> Iterator[None]:
+    """Hold an exclusive lock on the file ``lock``; remove the file afterwards. The lock ends with the process."""
+    while True:
+        handle = os.open(lock, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(lock.stat(), os.fstat(handle)):
+                    break
+            os.close(handle)  # the previous holder has removed the file: open it again
+        except BaseException:
+            os.close(handle)
+            raise
+    try:
+        yield
+    finally:
+        lock.unlink(missing_ok=True)
+        os.close(handle)

@@ -25,9 +25,9 @@ REFERENCE = ROOT / "results/reference/cpu_2cores_2026-11-21/zero_comparison_2026
 HOST = Environment(hostname="node-0", logical_cores=8, packages={"torch": "2.13.0"})
 
 
-def save(folder: Path, *entries: TrialRecord) -> RunFolder:
+def save(folder: Path, *entries: TrialRecord, arguments: tuple[str, ...] = ("--model", "tiny")) -> RunFolder:
     """A finished run with these records, as a comparison leaves it."""
-    return fakes.write_run(folder, entries, on=HOST, notes=["a note of the run"])
+    return fakes.write_run(folder, entries, on=HOST, arguments=arguments, notes=["a note of the run"])
 
 
 @pytest.fixture
@@ -179,6 +179,14 @@ def test_a_run_that_did_not_end_says_how_many_trials_are_missing(run: RunFolder,
         del facts["trial_count"]
         (run.folder / "run.json").write_text(json.dumps(facts, indent=1))
     assert any("2 of the 3 planned trials" in note for note in load_results.load(run.folder).notes)
+
+
+def test_a_peak_rate_that_the_user_gave_is_used_again(tmp_path: Path) -> None:
+    stored = save(tmp_path, fakes.success(), arguments=("--peak-tflops", "2"))
+    stored.json_path.unlink()
+    (row,) = (run.row for run in load_results.load(stored.folder).runs)
+    assert row.model_tflops_per_gpu
+    assert row.mfu == pytest.approx(row.model_tflops_per_gpu / 2)
 
 
 def test_a_model_that_is_no_preset_keeps_the_flops_that_its_run_wrote(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from ds_bench.errors import UsageError
 from tests.support.real_trials import ROOT
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"a": [1]}', '{"a": {"x": NaN}}', "[" * 100_000])
+@pytest.mark.parametrize("text", ["{", "[]", '{"a": [1]}', '{"a": {"x": NaN}}', '{"a": {}, "a": {}}', "[" * 100_000])
 def test_invalid_file_is_one_line_with_a_remedy_and_stays_as_it_was(tmp_path: Path, text: str) -> None:
     path = tmp_path / "baselines.json"
     path.write_text(text)
@@ -41,11 +41,18 @@ def test_error_of_a_change_is_not_reported_as_a_failed_write(tmp_path: Path) -> 
     assert not (tmp_path / "baselines.json").exists()
 
 
-def test_entries_are_sorted_and_a_symbolic_link_stays_one(tmp_path: Path) -> None:
+def test_entries_are_sorted_and_a_symbolic_link_stays_one_with_the_lock_of_its_file(tmp_path: Path) -> None:
     real, link = tmp_path / "real.json", tmp_path / "link.json"
     link.symlink_to(real)
-    for name in ("b", "a"):
-        store.edit(link, lambda entries, name=name: {**entries, name: {}})
+    locks: list[str] = []
+
+    def add(entries: store.Entries) -> store.Entries:
+        locks.extend(path.name for path in tmp_path.glob(".*.lock"))
+        return {**entries, "b": {}}
+
+    store.edit(link, add)
+    store.edit(link, lambda entries: {**entries, "a": {}})
+    assert locks == [".real.json.lock"], "of writers that use either name"
     assert link.is_symlink()
     assert list(json.loads(real.read_text())) == ["a", "b"]
 

@@ -373,5 +373,5 @@ def write_run(
     for entry in records:
         store.append(entry)
     host, run_id = on or environment(), store.folder.name
-    store.write_rows(rows_of(make_runs(records, host, run_id)))
+    store.write_rows(rows_of(make_runs(records, None, host, run_id)))
     return store
