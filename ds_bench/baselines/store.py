@@ -1,7 +1,8 @@
 """The file ``baselines.json`` and its entries: figures that later results are compared with, and their environment.
 
 The file is a JSON object keyed by baseline name. One writer at a time reads and replaces the whole file. It is meant to
-be committed, so it keeps only what decides whether two results are comparable, no host names or variables.
+be committed, so of the environment it keeps only what decides whether two results are comparable, no host names or
+variables.
 """
 
 from __future__ import annotations
