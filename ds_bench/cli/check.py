@@ -63,8 +63,9 @@ def show_findings(
     ``deepspeed_version``: such as ``0.18`` or ``0.18.2``; None for the installed one. ``select`` and ``ignore``: names
     of rules or levels. ``rule``: a rule to explain, or ``all``; nothing is checked then.
     """
-    for name in (*select, *ignore, *([rule] if rule not in (None, "all") else [])):
-        names = (*rule_table(), *(() if name == rule else _GITHUB_LEVELS))
+    rules, levels = tuple(rule_table()), tuple(_GITHUB_LEVELS)
+    known = [((*rules, *levels), (*select, *ignore)), ((*rules, "all"), () if rule is None else (rule,))]
+    for names, name in ((names, name) for names, given in known for name in given):
         if name not in names:
             near = deepspeed_keys.nearest_key(name, names)
             every = f"list the rules with {invocation.command('check', '--explain', 'all')}"
