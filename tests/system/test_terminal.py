@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -63,3 +64,13 @@ def test_progress_that_nobody_reads_any_more_is_dropped(reader: str, monkeypatch
             print("and more of it", file=sys.stderr, flush=True)
             assert os.fstat(stream.fileno()).st_rdev == Path(os.devnull).stat().st_rdev
         assert sys.stderr is stream
+
+
+def test_output_whose_reader_is_gone_is_dropped_without_a_word() -> None:
+    """As in ``report | head -1``."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "ds_bench", "axes"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
