@@ -63,11 +63,11 @@ def show_findings(
     ``deepspeed_version``: such as ``0.18`` or ``0.18.2``; None for the installed one. ``select`` and ``ignore``: names
     of rules or levels. ``rule``: a rule to explain, or ``all``; nothing is checked then.
     """
-    rules, levels = tuple(rule_table()), tuple(_GITHUB_LEVELS)
-    known = [((*rules, *levels), (*select, *ignore)), ((*rules, "all"), () if rule is None else (rule,))]
-    for names, name in ((names, name) for names, given in known for name in given):
-        if name not in names:
-            near = deepspeed_keys.nearest_key(name, names)
+    named = [(name, (*rule_table(), *_GITHUB_LEVELS)) for name in (*select, *ignore)]
+    named += [(rule, (*rule_table(), "all"))] if rule is not None else []
+    for name, allowed in named:
+        if name not in allowed:
+            near = deepspeed_keys.nearest_key(name, allowed)
             every = f"list the rules with {invocation.command('check', '--explain', 'all')}"
             raise UsageError(f"Unknown rule {name!r}", remedy=f"did you mean {near!r}?" if near else every)
     if rule is not None:
