@@ -121,7 +121,7 @@ CASES = {
     "ignored by the script": Case(
         command="i_zero_init.py {configs}/zero2.json --ignored {config}",
         configs="zero3",
-        caveat="the script's engine ran stage 2.*this row's file says stage 3",
+        caveat="the script's engine ran with stage 2.*this row's file says stage 3",
     ),
     "evaluates and saves": Case(
         command="j_eval_save.py --deepspeed_config {config}",
