@@ -1,4 +1,4 @@
-"""The commands ``advice``, which explains each strategy for one model by formula, and ``models``."""
+"""The command ``advice``: explains each strategy for one model, by formula."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ..config.configuration_files import ConfigurationFile, check_remedy, read_c
 from ..config.spec import Configuration, Placement, Precision
 from ..errors import UsageError
 from ..models import lookup
-from ..models.presets import ModelFacts, find_preset, preset_names, preset_remedy, short_names
+from ..models.presets import ModelFacts, preset_remedy
 from ..recommend import guide
 from ..system import invocation, terminal
-from ..units import format_count, format_items, format_with_suffix
+from ..units import format_items, format_with_suffix
 
 
 def show_advice(model: str, num_gpus: int, precision: Precision, grad_accum: int, configs: Sequence[Path] = ()) -> int:
@@ -94,19 +94,3 @@ def _model_facts(model: str) -> ModelFacts:
             remedy=f"run {invocation.command('models')} to see architectures whose parameters can be counted",
         )
     return facts
-
-
-def list_models() -> int:
-    """Print every preset with the parameters counted from its architecture. Return 0."""
-    shorter = short_names()
-    terminal.print_text(
-        f"{'model':<30} {'architecture':<12} {'parameters':>16} {'':>9} "
-        f"{'layers':>6} {'hidden':>6} {'vocab':>8} {'positions':>9}  short name"
-    )
-    for facts in filter(None, map(find_preset, preset_names())):
-        terminal.print_text(
-            f"{facts.name:<30} {facts.model_type:<12} {format_count(facts.parameters):>16} "
-            f"{format_with_suffix(facts.parameters):>9} {facts.layers:>6} {facts.hidden_size:>6} "
-            f"{facts.vocabulary_size:>8} {facts.max_positions or '':>9}  {shorter.get(facts.name, '')}".rstrip()
-        )
-    return 0

@@ -344,7 +344,7 @@ COMMANDS: Mapping[str, Command] = {
         },
     ),
     "models": Command(
-        purpose="list the built-in models and their sizes", examples=("",), function="advice:list_models"
+        purpose="list the built-in models and their sizes", examples=("",), function="models:list_models"
     ),
     "ops": Command(
         purpose="build the DeepSpeed ops of the built-in strategies ahead of time",

@@ -402,7 +402,7 @@ _TABLE = (
     Axis("buffers", "Communication and buckets", keys=tuple(ZERO + key for key in DEFAULT_SIZES),
          names=("small_buffers", "trainer_auto", "default"), compute=_buffers, default="default", stages=(1, 2, 3),
          changes=("deepspeed_buffers", "peak", "time"),
-         meaning="all buffer sizes together: small ones, which follow from the model's hidden size, the Trainer's auto "
+         meaning="all buffer sizes together: small ones (derived from the model's hidden size), the Trainer's auto "
                  "values, or the defaults",
          note="with h the hidden size: small_buffers has buckets of h², prefetch 0.9 h², live parameters and reuse "
               "distance 24 h²; trainer_auto has a reduce bucket of h², prefetch 0.9 h² and persistence 10 h; with "

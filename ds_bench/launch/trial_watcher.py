@@ -19,9 +19,9 @@ from typing import Literal, Protocol
 
 from ..config.spec import Trial
 from ..records.json_files import json_line
+from ..records.monitor_files import STEPS_FILE, StepFileReader, StepSample, TensorBoardFile, TrialStep
 from ..records.rank_files import Heartbeat, rank_file, read_beat, read_exits
 from ..records.schema import measured_values
-from ..records.step_series import STEPS_FILE, StepFileReader, StepSample, TensorBoardFile, TrialStep
 from ..system import files, processes
 
 Ending = Literal["ended", "hung_at_exit", "rank_failed", "timeout", "stalled", "host_lost"]

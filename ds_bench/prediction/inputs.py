@@ -12,11 +12,10 @@ from typing import Any
 from ..config.deepspeed_config import optimizer_kind
 from ..config.spec import Accelerator, Configuration, Engine, PassType, Precision, block_of, offload_device
 from .model_profile import ModelProfile
-from .model_states import FP32_BYTES, Ledger, element_bytes
+from .model_states import FP32_BYTES, MOMENTS, Ledger, element_bytes
 
 NORM_BYTES = 8
 """Per element: norms of gradients are taken in fp64 (zero/utils.py, get_norm_dtype)."""
-_MOMENTS = {"adam": 2, "adamw": 2, "lion": 1, "adagrad": 1, "sgd": 0}
 _COMMUNICATION_BYTES = {"fp16": 2, "bfp16": 2, "bf16": 2, "fp32": 4}
 
 
@@ -89,7 +88,7 @@ class ZeroSettings:
             stage=stage,
             offload_optimizer=offload_device(config, "offload_optimizer"),
             offload_param=offload_device(config, "offload_param") if stage == 3 else None,
-            moments=_MOMENTS.get(kind, 2),
+            moments=MOMENTS.get(kind, MOMENTS["adamw"]),
             master_bytes=2 if bf16.get("bf16_master_weights_and_grads") else FP32_BYTES,
             moment_bytes=2 if bf16.get("bf16_optimizer_states") else FP32_BYTES,
             communication_bytes=_COMMUNICATION_BYTES.get(str(config.get("communication_data_type"))),

@@ -28,7 +28,8 @@ Ledger = dict[str, dict[str, int]]
 """tier (``gpu``, ``cpu``, ``nvme``) → category → bytes per rank."""
 
 FP32_BYTES = 4
-_MOMENTS = 2
+MOMENTS = {"adam": 2, "adamw": 2, "lion": 1, "adagrad": 1, "sgd": 0}
+"""Optimizer, lower case → tensors per parameter that it keeps besides the weights."""
 
 
 class LedgerBuilder:
@@ -94,7 +95,7 @@ def model_states(
     if configuration.is_reference:
         # Of the two engines DDP has stage 0 and splits nothing, FSDP2 stage 3. Both keep fp32 in every precision.
         held = parameters if configuration.stage == 0 else -(-parameters // data_parallel_size)
-        sizes = {"parameters": 1, "gradients": 1, "optimizer_states": _MOMENTS}
+        sizes = {"parameters": 1, "gradients": 1, "optimizer_states": MOMENTS["adamw"]}
         return {"gpu": {category: FP32_BYTES * copies * held for category, copies in sizes.items()}}
     whole = flat_elements(parameters, data_parallel_size) if configuration.stage in (1, 2) else parameters
     part = -(-whole // data_parallel_size) if configuration.stage else whole
@@ -118,6 +119,6 @@ def model_states(
         if stage == 3:
             builder.add("cpu", "gradients", size * part)
     # fp32 master copy and two Adam moments; at stage 0 in fp32 no copy.
-    copies = _MOMENTS if stage == 0 and precision == "fp32" else _MOMENTS + 1
+    copies = MOMENTS["adamw"] + (stage > 0 or precision != "fp32")
     builder.add(home, "optimizer_states", FP32_BYTES * copies * part)
     return builder.ledger

@@ -1,6 +1,7 @@
 """Turns a comparison into a recommendation: which row to use, why, what it costs, and what to try next.
 
-``decision`` chooses the row, ``remedies`` finds the next steps, and ``message_templates`` has the text of every fact.
+``decision`` chooses the row, ``remedies`` says what to do about failures, and ``message_templates`` has the text of
+every fact.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from ..analysis.intervals import FEWEST_RUNS
 from ..config.caveats import UNSTABLE_KINDS, Caveat, CaveatKind, has_kind
 from ..records import schema
 from ..system.invocation import OpenCommand
-from ..units import format_bytes, format_items, format_percent, format_rate
+from ..units import BYTES_PER_GB, format_bytes, format_items, format_percent, format_rate
 from . import remedies
 from .decision import (
+    COMFORTABLE_FRACTION,
     NEGLIGIBLE,
     Candidate,
     Decision,
@@ -37,6 +39,8 @@ MAX_LETTERS_NAMED = 24
 """Most letters of labels in a headline, so that it fits on one line: enough for four stages."""
 MORE_STEPS = 50
 """Measured steps of a run that should decide between rows."""
+_LEAVE_FREE = 0.10
+"""Fraction of the GPU that a suggested micro-batch leaves free, for memory that does not grow linearly with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -352,7 +356,7 @@ def _actions(
         yield Fact("try", settings={"num_steps": max(MORE_STEPS, 2 * workload.num_steps)})
     if has_kind(caveats, CaveatKind.CPU_ACCELERATOR):
         yield Fact("try_gpu")
-    if (larger := remedies.larger_batch(row, comparison)) is not None:
+    if (larger := _larger_batch(row, comparison)) is not None:
         yield Fact("try", settings={"batch_size": larger[0]})
     if not row.fills_memory:
         yield Fact("try", settings={"batch_size": "auto"})
@@ -364,9 +368,31 @@ def _steps(row: ComparisonRow, decide_by: Fact | None, comparison: Comparison) -
         yield decide_by
     yield from _steps_for_failures(comparison)
     yield from _caveat_steps(row.caveats)
-    if (larger := remedies.larger_batch(row, comparison)) is not None:
+    if (larger := _larger_batch(row, comparison)) is not None:
         yield Fact("larger_batch", {"size": larger[0], "share": larger[1]})
     yield from _caveat_steps(comparison.caveats)
+
+
+def _larger_batch(row: ComparisonRow, comparison: Comparison) -> tuple[int, float] | None:
+    """Return the largest micro-batch, by doubling, predicted to leave memory free, and its share of the card.
+
+    None if unknown or if none does. Only activations are assumed to grow, linearly; they must have been measured for
+    this row. A row at its own largest micro-batch is not extended, because the search has tried more.
+    """
+    capacity, fraction = comparison.device_capacity_bytes, row.gpu_fraction
+    if capacity is None or fraction is None or fraction >= COMFORTABLE_FRACTION or row.fills_memory:
+        return None
+    measured = row.successes[0].row
+    activation_bytes = round((measured.ledger_gpu_activations_gb or 0.0) * BYTES_PER_GB)
+    if not activation_bytes or measured.batch_size is None:
+        return None
+    factor = 1
+    # One batch of activations is in the fraction already: twice the factor adds 2 * factor - 1 of them.
+    while fraction * capacity + activation_bytes * (2 * factor - 1) <= (1 - _LEAVE_FREE) * capacity:
+        factor *= 2
+    if factor == 1:
+        return None
+    return measured.batch_size * factor, fraction + activation_bytes * (factor - 1) / capacity
 
 
 def _steps_for_failures(comparison: Comparison) -> Iterator[Fact]:

@@ -1,4 +1,4 @@
-"""What to do about a row that failed, is too full, or leaves memory unused.
+"""What to do about a row that failed or is too full.
 
 No formula of memory is here: ``prediction.what_if`` predicted every change when the trial had ended, and the record
 holds the predictions (``Prediction.alternatives``). They are predictions, not promises.
@@ -21,7 +21,7 @@ from ..prediction.what_if import BUCKET_KEY, DEFAULT_BUCKET, SMALL_BUCKET, setti
 from ..records import schema
 from ..records.schema import Tier, TrialRecord, measured_values
 from ..units import BYTES_PER_GB, format_bytes, format_duration, format_items, format_series
-from .decision import COMFORTABLE_FRACTION, RAN_OUT
+from .decision import RAN_OUT
 from .message_templates import Fact
 
 if TYPE_CHECKING:
@@ -70,8 +70,6 @@ _PHASES_WITHOUT_ACTIVATIONS = (*_PHASES_BEFORE_BUILD, "build", "init", "step")
 _MAX_CAUSE_LENGTH = 200
 MAX_ROWS = 20
 """Rows among which the smallest change is searched for, and whose changes are replayed: a sweep may have thousands."""
-_LEAVE_FREE = 0.10
-"""Fraction of the GPU that a suggested micro-batch leaves free, for memory that does not grow linearly with it."""
 
 
 def failed_run(row: ComparisonRow) -> Run | None:
@@ -529,25 +527,3 @@ def less_memory(row: ComparisonRow, comparison: Comparison) -> dict[str, Any] | 
     if not workload.activation_checkpointing:
         return {"activation_checkpointing": True}
     return {"seq_length": max(1, workload.seq_length // 2)}
-
-
-def larger_batch(row: ComparisonRow, comparison: Comparison) -> tuple[int, float] | None:
-    """Return the largest micro-batch, by doubling, predicted to leave memory free, and its share of the card.
-
-    None if unknown or if none does. Only activations are assumed to grow, linearly; they must have been measured for
-    this row. A row at its own largest micro-batch is not extended, because the search has tried more.
-    """
-    capacity, fraction = comparison.device_capacity_bytes, row.gpu_fraction
-    if capacity is None or fraction is None or fraction >= COMFORTABLE_FRACTION or row.fills_memory:
-        return None
-    measured = row.successes[0].row
-    activation_bytes = round((measured.ledger_gpu_activations_gb or 0.0) * BYTES_PER_GB)
-    if not activation_bytes or measured.batch_size is None:
-        return None
-    factor = 1
-    # One batch of activations is in the fraction already: twice the factor adds 2 * factor - 1 of them.
-    while fraction * capacity + activation_bytes * (2 * factor - 1) <= (1 - _LEAVE_FREE) * capacity:
-        factor *= 2
-    if factor == 1:
-        return None
-    return measured.batch_size * factor, fraction + activation_bytes * (factor - 1) / capacity

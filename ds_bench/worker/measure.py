@@ -28,7 +28,7 @@ from .flop_count import FlopCount
 from .profiles import take_profiles
 from .rank_layout import RankLayout, connect_ranks, register_sequence_attention
 from .reference_engines import ReferenceEngine, total_grad_norm
-from .step_recorder import StepRecorder
+from .step_clock import StepRecorder
 from .training_loop import measure_communication, measure_phases
 from .weight_change import FrozenWeights, WeightChange, early_window, gather_tensor_parallel
 

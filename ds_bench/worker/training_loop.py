@@ -21,7 +21,7 @@ from ..records.rank_files import HeartbeatWriter
 from ..records.schema import OffloadTimes
 from .library_versions import loss_scale
 from .operation_timers import CommunicationTimer, OffloadTimer
-from .step_recorder import StepClock, StepRecorder
+from .step_clock import StepClock, StepRecorder
 
 Batch = dict[str, torch.Tensor]
 _MAX_EXTRA_WARMUP = 64

@@ -18,8 +18,8 @@ from ds_bench.config.spec import Inspection
 from ds_bench.launch import trial_watcher as module
 from ds_bench.launch.trial_watcher import Ending, Limits, Progress, StepMonitor, watch
 from ds_bench.records.json_files import append_line, write_json
+from ds_bench.records.monitor_files import STEPS_FILE, StepFileWriter, StepSample
 from ds_bench.records.rank_files import HeartbeatWriter, RankExit
-from ds_bench.records.step_series import STEPS_FILE, StepFileWriter, StepSample
 from ds_bench.system import processes
 from tests.support import fakes
 
