@@ -3,9 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
-# Tests run side by side in four workers or more (tests/conftest.py), each file in one of them, since its tests share
-# their trainings. The longest files begin first, and pytest-xdist may not put those with the most tests first.
-# CI passes every test; elsewhere those marked slow are left out (make test PYTEST_ARGS='-m ""' passes them too).
+# Tests run side by side in four or more workers (tests/conftest.py), each file in one of them, since its tests share
+# training runs. The longest files begin first: pytest-xdist is kept from putting those with the most tests first.
+# CI runs every test; elsewhere those marked slow are left out (make test PYTEST_ARGS='-m ""' runs them too).
 SELECTION := $(if $(CI),,-m "not slow")
 
 .PHONY: demo test test-lowest lint format bench clean
@@ -16,7 +16,7 @@ $(STAMP): requirements.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --requirement requirements.txt
 	touch $@
 
-# Without a GPU on two CPU ranks, where there are two cores.
+# Without a GPU, on two CPU ranks if there are two cores.
 demo: $(STAMP)
 	$(BIN)/python zero_stage_comparison.py --model tiny --batch-size 4 --seq-length 128 --repeats 3 \
 	$$(nvidia-smi --list-gpus >/dev/null 2>&1 || test $$(nproc) -lt 2 || echo --num-gpus 2)

@@ -11,7 +11,7 @@ try:
     from ds_bench.cli import script
     from ds_bench.config import deepspeed_config
     from ds_bench.config.spec import Strategy
-except KeyboardInterrupt:  # Ctrl-C while this is loaded
+except KeyboardInterrupt:  # Ctrl-C during these imports
     print("interrupted", file=sys.stderr)
     sys.exit(130)
 

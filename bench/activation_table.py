@@ -1,8 +1,8 @@
 """Makes the table of activations that ships with the package, so that predicting a preset needs no child process.
 
-    python bench/activation_table.py            writes the table (some minutes on two cores)
+    python bench/activation_table.py            writes the table (a few minutes on two cores)
 
-Presets with dropout are measured with it, as either accelerator keeps it, and without. Run it again when a preset is
+Presets with dropout are measured with it, as each accelerator keeps it, and without it. Run it again when a preset is
 added, or when torch or Transformers change what a layer saves.
 """
 

@@ -1,10 +1,10 @@
 """Traces the allocations of every preset, so that predicting one needs no torch and no child process.
 
-    python bench/allocation_traces.py           writes the table (some minutes on two cores)
+    python bench/allocation_traces.py           writes the table (a few minutes on two cores)
 
-In 16 bit, with and without activation checkpointing: everything trained, with the model's own dropout and without, and
-adapters on all linear modules. Run it again when a preset is added, or when torch, Transformers, peft or DeepSpeed
-change what a layer allocates.
+In 16-bit precision, with and without activation checkpointing: everything trained, with the model's own dropout and
+without dropout, and adapters on all linear modules. Run it again when a preset is added, or when torch, Transformers,
+peft or DeepSpeed change what a layer allocates.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def main() -> int:
             request = allocation_trace.trace_request(
                 facts, length, checkpointing=checkpointing, dropout=dropout, variant=variant
             )
-            if not request.get("whole"):  # its layers are of several kinds
+            if not request.get("whole"):  # its layers are of different kinds
                 requests[model_profile.request_key(request)] = {**request, "precisions": ["bf16"]}
     answers = allocation_trace.make_traces(list(requests.values()), timeout_seconds=3600)
     traces = {}
     for key, request, answer in zip(requests, requests.values(), answers, strict=True):
         if "error" in answer or not allocation_trace.can_extend(answer["bf16"]):
-            problem = answer.get("error", "its layers do not allocate alike")
+            problem = answer.get("error", "its layers allocate differently")
             print(f"{request['model_type']}, checkpointing {request['checkpointing']}: {problem}", file=sys.stderr)
         else:
             traces[key] = answer

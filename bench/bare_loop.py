@@ -1,10 +1,10 @@
-"""A DeepSpeed training loop as a user writes one: the yardstick of ``fidelity.py`` and ``overhead.py``.
+"""A DeepSpeed training loop as a user would write it: the yardstick of ``fidelity.py`` and ``overhead.py``.
 
-Measured: the wall of ``--num-steps`` optimizer steps after ``--warmup-steps``, the device
+Measured: the wall time of ``--num-steps`` optimizer steps after ``--warmup-steps``, with the device
 synchronized before the first and after the last, on the slowest rank. Not measured: memory,
 phases, single steps, or anything before the window.
 
-Started by DeepSpeed's launcher. The configuration is the file given, as it stands; the model is a
+Started by DeepSpeed's launcher. The configuration is the given file, unchanged; the model is a
 preset's architecture with random weights, the data a pool of random tokens. Nothing of
 ``ds_bench.worker`` is used, so an error in the product's loop cannot hide in this one.
 """
@@ -49,7 +49,7 @@ def dtype_of(config: dict[str, Any]) -> torch.dtype:
 
 
 def build_model(name: str, config: dict[str, Any], device: torch.device) -> torch.nn.Module:
-    """At stage 3 Transformers builds it partitioned; else straight on the device in the training precision."""
+    """At stage 3, Transformers builds it partitioned; otherwise directly on the device, in the training precision."""
     preset = find_preset(name)
     if preset is None:
         raise SystemExit(f"{name} is not a preset")
@@ -92,7 +92,7 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     deepspeed.init_distributed()
-    # Held while training: by it Transformers knows of stage 3.
+    # Kept alive while training: it tells Transformers about stage 3.
     stage3 = HfDeepSpeedConfig(config) if config["zero_optimization"]["stage"] == 3 else None
     model = build_model(args.model, config, device)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)

@@ -3,8 +3,8 @@
     python bench/batch_search.py --model gpt2 --seq-length 512            on GPUs
     python bench/batch_search.py --cpu-memory-limit 3 --stages 1          on the CPU accelerator
 
-Runs the product with ``--batch-size auto`` and reads its probes. What plain doubling would have taken follows from the
-answer only: the same walk, started at 1. Measures no speed.
+Runs the product with ``--batch-size auto`` and reads its probes. The number of trials that plain doubling would have
+taken follows from the answer alone: the same search, started at 1. Measures no speed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ds_bench.planning.largest_batch_search import MAX_BATCH_SIZE, largest_train
 
 
 def plain_doubling(answer: int) -> int:
-    """Probes that a search from 1 takes where everything up to ``answer`` trains."""
+    """Number of probes in a search from 1 if everything up to ``answer`` trains."""
     known: dict[int, bool] = {}
     while (size := next_size(known, 1, MAX_BATCH_SIZE)) is not None:
         known[size] = size <= answer

@@ -4,9 +4,10 @@
     python bench/false_differences.py --tables 500
 
 The simulation draws the throughput of each run; ``NOISES`` defines how it varies from run to run. With "sessions", all
-runs of one result share another normal deviate. The order of the runs and everything that judges the throughputs is the
-package's own code: the recommendation, the intervals of a comparison and of ``compare``, and ``baseline check``. Not
-simulated: warm-up, lost runs, memory, rows of unequal noise. The noise of a real machine is none of these exactly.
+runs of one result share another normal deviate. The order of the runs and all judgments on their throughputs come from
+the package's own code: the recommendation, the intervals of a comparison and of ``compare``, and ``baseline check``.
+Not simulated: warm-up, lost runs, memory, rows of unequal noise. The noise of a real machine is not exactly any of
+these.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def autocorrelated(numbers: Generator, runs: int, _rows: int) -> Any:
 
 
 def periodic(numbers: Generator, runs: int, rows: int) -> Any:
-    """A sine of amplitude 3 over unit noise; its period is 2 runs to 3 rounds, its phase anything."""
+    """A sine of amplitude 3 over unit noise; its period is 2 runs to 3 rounds, its phase arbitrary."""
     period, phase = numbers.uniform(2, 3 * rows), numbers.uniform(0, 2 * math.pi)
     return 3 * np.sin(2 * math.pi * np.arange(runs) / period + phase) + numbers.standard_normal(runs)
 
@@ -71,7 +72,7 @@ NOISES: dict[str, Callable[[Generator, int, int], Any]] = {
     "periodic": periodic,
     "heavy tails": lambda numbers, runs, _: numbers.standard_t(3, runs) / math.sqrt(3),
 }
-"""Logarithms of throughputs in the order of the runs, in units of ``_RUN_SPREAD``. Arguments: runs in all, rows."""
+"""Logarithms of throughputs in the order of the runs, in units of ``_RUN_SPREAD``. Arguments: total runs, rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +83,10 @@ class Case:
     """Claims about the rows. All are false, except those that begin with "true"."""
     rows: int
     runs: int
-    """Of each row, or of each of two results."""
+    """Runs of each row, or of each of two results."""
     noise: str
     said: Callable[[Generator], Sequence[bool]]
-    """Which of the claims one more table, drawn from these numbers, makes."""
+    """Draws one more table from these numbers. Returns which of the claims it makes."""
 
 
 def cases() -> Iterator[Case]:
@@ -129,7 +130,7 @@ def _records(count: int, runs: int) -> tuple[TrialRecord, ...]:
     records = []
     for number, (place, row) in product(range(runs), enumerate(_configurations(count))):
         trial = fakes.trial(row, on=on, of=of, repeat=number, round_position=place)
-        # Trials of one DeepSpeed configuration would be runs of one row.
+        # Trials with the same DeepSpeed configuration would be runs of one row.
         records.append(fakes.success(replace(trial, ds_config={**trial.ds_config, "steps_per_print": place + 1})))
     return tuple(records)
 
@@ -146,7 +147,7 @@ def row_ratios(
 ) -> tuple[RowRatios, list[str], str]:
     """One comparison of rows, their names with the reference first, and the fastest of them.
 
-    All are equally fast, but for the last one, which is faster by ``gain``. ``lost``: runs of the second row that fail.
+    All are equally fast except the last one, which is faster by ``gain``. ``lost``: runs of the second row that fail.
     """
     names = [row.name for row in _configurations(count)]
     seed = int(numbers.integers(2**31))
@@ -221,18 +222,18 @@ def _row() -> BenchmarkResult:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     add = parser.add_argument
-    add("--tables", type=int, default=10_000, metavar="N", help="of each case (default: 10000)")
+    add("--tables", type=int, default=10_000, metavar="N", help="tables of each case (default: 10000)")
     add("--output", type=Path, default=None, metavar="FILE.json", help="also write the figures there")
     args = parser.parse_args(arguments)
     if args.tables < 1:
-        parser.error("--tables takes 1 or more")
+        parser.error("--tables must be at least 1")
     return args
 
 
 def count_claims(index: int, *, tables: int) -> list[int]:
     """Number of tables of a case that make each of its claims."""
     case = list(cases())[index]
-    numbers = np.random.default_rng([_SEED, index])  # of its own, so that no case depends on those before it
+    numbers = np.random.default_rng([_SEED, index])  # so that no case depends on those before it
     counts: list[int] = np.sum([case.said(numbers) for _ in range(tables)], axis=0).tolist()
     return counts
 

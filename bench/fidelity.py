@@ -1,12 +1,12 @@
 """Does the product's harness change what it measures? Its step time next to a bare DeepSpeed loop's.
 
 Measured: ``avg_step_time_ms`` of one configuration in ``bare_loop.py``, started by DeepSpeed's
-launcher, and in ``zero_stage_comparison.py``, by turns. Both read the same ds_config.json and get
+launcher, and in ``zero_stage_comparison.py``, alternately. Both read the same ds_config.json and get
 the same model, batch, thread count, ops cache and network variables; only the harness differs.
 The median of the per-round ratios product/bare should be 1 within its own spread.
 
-Not measured: start-up (``overhead.py``), memory, throughput; and the figures of a shared machine
-carry its noise in both columns. It neither passes nor fails: exit code 0 says that every run worked.
+Not measured: start-up (``overhead.py``), memory, throughput. On a shared machine, both columns
+carry its noise. It neither passes nor fails: exit code 0 says that every run worked.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ds_bench.records.json_files import write_json
 
 LAUNCHERS = {"warm": ("warm",), "deepspeed": ("deepspeed",), "both": ("warm", "deepspeed")}
 _BUSY = 0.1
-"""Share of all cores in use by others above which the figures are reported as noisy."""
+"""The figures are reported as noisy if others use more than this share of all cores."""
 Round = dict[str, float]
 """Seconds per optimizer step: ``bare``, and one entry per launcher of the product."""
 
@@ -37,15 +37,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     harness.add_setting_flags(parser, num_steps=50)
     parser.add_argument("--stage", type=int, choices=(0, 1, 2, 3), default=2, help="ZeRO stage (default: 2)")
     parser.add_argument("--num-gpus", type=int, default=None, metavar="N", help="default: all GPUs, or 1 CPU rank")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of each, by turns (default: 5)")
-    parser.add_argument("--launcher", choices=tuple(LAUNCHERS), default="warm", help="of the product (default: warm)")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="rounds of both in turn (default: 5)")
+    parser.add_argument("--launcher", choices=tuple(LAUNCHERS), default="warm", help="the product's (default: warm)")
     parser.add_argument("--timeout", type=float, default=1800.0, metavar="SECONDS", help="per run (default: 1800)")
     harness.add_runs_flag(parser)
     return parser.parse_args(arguments)
 
 
 class Bench:
-    """One setting, run by turns in a scratch folder."""
+    """One setting, run by both sides in a scratch folder."""
 
     def __init__(self, setting: Setting, stage: int, scratch: Path, timeout_seconds: float) -> None:
         self.setting, _, self._variables = harness.decide(setting)
@@ -72,7 +72,7 @@ class Bench:
         except BenchError:
             if not result.exists():
                 raise
-            # Seen in 2 of some 40 runs: "terminate called without an active exception" as the interpreter shuts down.
+            # Seen in 2 of about 40 runs: "terminate called without an active exception" as the interpreter shuts down.
             print("note: the bare loop ended badly after its measurement", file=sys.stderr)
         finally:
             harness.remove_shared_memory(port)
@@ -83,7 +83,7 @@ class Bench:
         return float(found["step_seconds"])
 
     def product(self, launcher: str) -> float:
-        """Seconds per step as the product's flat row has them."""
+        """Seconds per step from the product's flat row."""
         self.busy_before.append(harness.busy_fraction())
         folder = self._new_name(launcher)
         run = harness.run_product(self.setting, [self._stage], launcher, folder, timeout_seconds=self._timeout)
@@ -121,9 +121,9 @@ def run_rounds(bench: Bench, rounds: int, launchers: Sequence[str]) -> Iterator[
 
 
 def summarize(rounds: Sequence[Round], launchers: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Per launcher: median, least and greatest ratio product/bare of the rounds, and the ratio of the fastest rounds.
+    """Per launcher: median, smallest and largest ratio product/bare of the rounds, and the ratio of the fastest rounds.
 
-    Other users of the machine only ever add time, so where rounds spread widely the fastest ones say more.
+    Other users of the machine only ever add time, so if the rounds vary widely, the fastest ones say more.
     """
     summary = {}
     fastest = {name: min(seen[name] for seen in rounds) for name in ("bare", *launchers)}
@@ -135,7 +135,7 @@ def summarize(rounds: Sequence[Round], launchers: Sequence[str]) -> dict[str, di
 
 
 def spread(seconds: Sequence[float]) -> float:
-    """(greatest − least) / median: how far one column moves between rounds."""
+    """(largest − smallest) / median: how much one column varies between rounds."""
     return (max(seconds) - min(seconds)) / median(seconds)
 
 

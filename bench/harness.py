@@ -1,8 +1,8 @@
-"""Shared by both benches: a setting, the product and the bare loop run with it, and the facts next to a figure.
+"""Shared by the benches: a setting, the product and the bare loop run with it, and the facts next to a figure.
 
-The product is started as a user starts it, a command of its own; so is the bare loop, through
-DeepSpeed's launcher, with the variables that the product gives its ranks. Nothing here measures:
-it says how long a command took from outside, and reads what the command wrote.
+The product is started as a user starts it, as a command of its own; so is the bare loop, through
+DeepSpeed's launcher, with the variables that the product gives its ranks. Nothing here looks
+inside a run: commands are timed from outside, and the files that they wrote are read.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Setting:
 
     @property
     def device_word(self) -> str:
-        """``CPU rank`` or ``GPU``, in the plural where it must be."""
+        """Number and kind: ``1 GPU``, ``2 CPU ranks``, …"""
         word = "CPU rank" if self.accelerator == "cpu" else "GPU"
         return f"{self.num_gpus} {word}{'' if self.num_gpus == 1 else 's'}"
 
@@ -93,7 +93,7 @@ class Run:
 
 
 def add_setting_flags(parser: argparse.ArgumentParser, *, num_steps: int) -> None:
-    """The flags that make a Setting."""
+    """Adds the flags that define a Setting."""
     add = parser.add_argument
     add("--model", default="tiny", metavar="MODEL", help="built-in model (default: tiny)")
     add("--batch-size", type=int, default=4, metavar="N", help="micro-batch per rank (default: 4)")
@@ -119,7 +119,7 @@ def folder_of_runs(kept: Path | None) -> Iterator[Path]:
 
 
 def setting_of(values: argparse.Namespace) -> Setting:
-    """The Setting that the flags give."""
+    """The Setting that the flags define."""
     return Setting(
         model=values.model,
         batch_size=values.batch_size,
@@ -134,7 +134,7 @@ def setting_of(values: argparse.Namespace) -> Setting:
 def decide(setting: Setting) -> tuple[Setting, Placement, dict[str, str]]:
     """The setting with its devices settled as the product settles them, and the variables of its ranks.
 
-    Raises BenchError for a model outside the presets, UsageError where flags and machine disagree.
+    Raises BenchError for a model outside the presets, UsageError if flags and machine disagree.
     """
     facts = presets.find_preset(setting.model)
     if facts is None:
@@ -163,7 +163,7 @@ def run_product(
 
 
 def read_rows(output_dir: Path) -> list[dict[str, Any]]:
-    """The flat rows of the one run in ``output_dir``. Raises BenchError where one failed."""
+    """The flat rows of the one run in ``output_dir``. Raises BenchError if one failed."""
     rows: list[dict[str, Any]] = json.loads(next(output_dir.glob("zero_comparison_*.json")).read_text())
     for row in rows:
         if not row["success"]:
@@ -189,7 +189,7 @@ def bare_command(setting: Setting, ds_config: Path, port: int, result: Path) -> 
 
 
 def _devices(setting: Setting) -> list[str]:
-    """With --num_gpus the launcher forgets CUDA_VISIBLE_DEVICES (launcher/runner.py), so then the indices are named."""
+    """With --num_gpus the launcher drops CUDA_VISIBLE_DEVICES (launcher/runner.py), so give indices if it is set."""
     if setting.accelerator == "cuda" and "CUDA_VISIBLE_DEVICES" in os.environ:
         indices = [gpu.index for gpu in gpu_state.select_visible(os.environ, gpu_state.read_gpus().gpus)][
             : setting.num_gpus
@@ -224,7 +224,7 @@ def timed(
 
 @contextmanager
 def started(command: Sequence[str], variables: Mapping[str, str], **streams: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """A command in a session of its own, which is gone, with all of its session, when the block is left."""
+    """A command in a session of its own, whose process group is ended when the block is left."""
     process = subprocess.Popen(
         command,
         env={**os.environ, **variables},
@@ -240,7 +240,7 @@ def started(command: Sequence[str], variables: Mapping[str, str], **streams: Any
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM to the session's group, twenty seconds to clear up, SIGKILL."""
+    """SIGTERM to the session's group, twenty seconds to clean up, SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)
@@ -254,7 +254,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def run(name: str, main: Callable[[], int]) -> NoReturn:
-    """A bench as a program: its exit code, or 1 with one line for what it could not do."""
+    """Runs a bench as a program: exits with its code, or with 1 and one line that says what it could not do."""
     end_on_sigterm()
     try:
         sys.exit(main())
@@ -264,13 +264,13 @@ def run(name: str, main: Callable[[], int]) -> NoReturn:
 
 
 def remove_shared_memory(port: int) -> None:
-    """DeepSpeed never unlinks its segments (ops/csrc/cpu/comm/shm.cpp); these are named by our port."""
+    """DeepSpeed never unlinks its segments (ops/csrc/cpu/comm/shm.cpp); ours are named after our port."""
     for segment in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_{port}_*"):
         segment.unlink(missing_ok=True)
 
 
 def busy_fraction(seconds: float = 0.5) -> float:
-    """Share of all cores that somebody uses just now (proc(5), stat): between runs, the load that is not ours."""
+    """Share of all cores in use just now (proc(5), stat): between runs, the load that is not ours."""
     before = _idle_and_total()
     time.sleep(seconds)
     idle, total = (after - start for after, start in zip(_idle_and_total(), before, strict=True))
@@ -288,7 +288,7 @@ def tail(log: Path, lines: int = 15) -> str:
 
 
 def machine_facts(setting: Setting) -> dict[str, Any]:
-    """Hardware and versions next to the figures; nothing that names the machine."""
+    """Hardware and versions next to the figures; nothing that identifies the machine."""
     here = environment.read_environment()
     cuda = setting.accelerator == "cuda"
     return {

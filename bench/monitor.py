@@ -1,8 +1,8 @@
-"""The cost of ``--monitor``: processor time of a step with it divided by a step's without, and of a line written.
+"""The cost of ``--monitor``: processor time of a step with it divided by that of a step without, and of a written line.
 
-Blocks of steps of a small model run with and without the recorder alternately in one process: a busy minute of the
-machine favors neither. Processor time of the process is compared, not the time of the clock, which other programs
-disturb. The parent's part, which runs next to the ranks, is measured by itself.
+Blocks of steps of a small model run alternately with and without the recorder in one process, so that a busy minute
+of the machine favors neither. Processor time of the process is compared, not wall time, which other programs
+disturb. The parent's part, which runs next to the ranks, is measured separately.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ds_bench.worker.step_clock import StepClock, StepRecorder
 
 
 class SmallEngine:
-    """Trains one linear layer; stands for DeepSpeed's engine."""
+    """Trains one linear layer; stands in for DeepSpeed's engine."""
 
     def __init__(self, width: int, device: str) -> None:
         self._layer = torch.nn.Linear(width, width, device=device)
@@ -56,7 +56,7 @@ def cpu_seconds_per_step(trainer: training_loop.Trainer, steps: int) -> float:
 
 
 def paired_ratios(folder: Path, args: argparse.Namespace) -> tuple[list[float], list[float]]:
-    """(ratio with to without, microseconds without) of each pair of blocks, which begin in turns with either."""
+    """(ratio with to without, microseconds without) of each pair of blocks, whose order alternates."""
     batch = {"inputs": torch.randn(args.width, args.width, device=args.device)}
     trainer = training_loop.Trainer(
         SmallEngine(args.width, args.device), [batch], args.device, HeartbeatWriter(folder, 0)
@@ -82,7 +82,7 @@ def microseconds_each(act: Callable[[], Any], count: int) -> float:
 
 
 def recorder_microseconds(folder: Path, device: str) -> float:
-    """Processor time of the recorder in microseconds for each step, without a model around it."""
+    """Processor time of the recorder in microseconds per step, without a model around it."""
     recorder, clock = StepRecorder(folder, 0, device, 1, 1), StepClock(device)
     losses = [torch.zeros((), device=device)]
     clock.mark()
@@ -117,8 +117,8 @@ def parent_microseconds(folder: Path) -> tuple[float, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--width", type=int, default=512, metavar="N", help="of the model (default: 512)")
-    parser.add_argument("--steps", type=int, default=10, metavar="N", help="steps of a block (default: 10)")
+    parser.add_argument("--width", type=int, default=512, metavar="N", help="width of the model (default: 512)")
+    parser.add_argument("--steps", type=int, default=10, metavar="N", help="steps per block (default: 10)")
     parser.add_argument("--pairs", type=int, default=300, metavar="N", help="pairs of blocks (default: 300)")
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,13 +1,13 @@
-"""The product's cost around the measurement: walls, start-up, and the parent's use of the processor.
+"""The product's cost around the measurement: wall times, start-up, and the parent's use of the processor.
 
 Measured, with the ops built before:
 
-- the wall of a comparison of the four ZeRO stages, warm and cold, next to a shell loop that starts
-  ``bare_loop.py`` with DeepSpeed's launcher once per stage, the same steps and configurations.
-  A product trial does more than the loop: a pass that times phases and counts memory, four further
-  steps at least, comes after its window; the warm wall includes loading the preloaded server;
+- the wall time of a comparison of the four ZeRO stages, warm and cold, next to a shell loop that starts
+  ``bare_loop.py`` with DeepSpeed's launcher once per stage, with the same steps and configurations.
+  A product trial does more than the loop: its window is followed by a pass of at least four further
+  steps that times phases and counts memory; the warm wall time includes loading the preloaded server;
 - ``start_seconds`` of the trials, warm and cold: from launch to the first warm-up step;
-- the wall of ``--help``;
+- the wall time of ``--help``;
 - processor time of the product's own process while a trial trains, in percent of one core, without
   and with a terminal to draw progress on. Ranks, the trial's leader and the preloaded server are
   other processes and do not count; nor does what comes before the first step or after the last.
@@ -46,17 +46,17 @@ _POLL_SECONDS = 0.1
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
     harness.add_setting_flags(parser, num_steps=20)
-    parser.add_argument("--num-gpus", type=int, default=None, metavar="N", help="default: 2, or the one GPU there is")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of each; medians are shown (default: 3)")
+    parser.add_argument("--num-gpus", type=int, default=None, metavar="N", help="default: 2, or 1 on a single GPU")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="rounds; medians are shown (default: 3)")
     parser.add_argument(
-        "--trial-seconds", type=float, default=12.0, metavar="S", help="trial for the parent's use (default: 12)"
+        "--trial-seconds", type=float, default=12.0, metavar="S", help="trial that shows the parent's use (default: 12)"
     )
     parser.add_argument("--timeout", type=float, default=1800.0, metavar="SECONDS", help="per run (default: 1800)")
     return parser.parse_args(arguments)
 
 
 def two_devices(setting: Setting) -> Setting:
-    """Two ranks if available, unless another number was asked for."""
+    """Two ranks if available, unless a different number is requested."""
     if setting.num_gpus is None:
         found, _, _ = harness.decide(setting)
         ranks = 2 if found.accelerator == "cpu" else min(2, found.num_gpus or 1)
@@ -87,7 +87,7 @@ class Bench:
         return run
 
     def shell_loop(self) -> float:
-        """Wall of DeepSpeed's launcher over the bare loop, once per stage, from one shell."""
+        """Wall time of the bare loop under DeepSpeed's launcher, once per stage, from one shell."""
         folder, port = self.new_folder("shell"), harness.free_port()
         folder.mkdir()
         results = [folder / f"{stage}.json" for stage in STAGES]
@@ -107,7 +107,7 @@ class Bench:
         return wall
 
     def help_wall(self) -> float:
-        """Wall of ``--help``."""
+        """Wall time of ``--help``."""
         return harness.timed([sys.executable, str(harness.PRODUCT), "--help"], {}, self._scratch / "help.log", "--help")
 
     def new_folder(self, name: str) -> Path:
@@ -116,7 +116,7 @@ class Bench:
 
 
 def cpu_seconds(pid: int) -> float | None:
-    """User and system time of one process, children not counted (proc(5), stat); None when it is gone."""
+    """User and system time of one process, children not counted (proc(5), stat); None if it is gone."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (OSError, ProcessLookupError):
@@ -125,7 +125,7 @@ def cpu_seconds(pid: int) -> float | None:
 
 
 def slowest_beat(output_dir: Path) -> Heartbeat | None:
-    """The least advanced rank of the one trial in ``output_dir``; None before every rank has reported."""
+    """The heartbeat of the slowest rank of the one trial in ``output_dir``; None until every rank has reported."""
     beats = [read_beat(path.parent, int(path.stem[4:])) for path in output_dir.glob("runs/*/trials/*/rank*.beat")]
     known = [beat for beat in beats if beat is not None]
     return min(known, key=lambda beat: beat.step) if known and len(known) == len(beats) else None
@@ -155,7 +155,7 @@ def parent_percent(setting: Setting, folder: Path, *, terminal: bool) -> tuple[f
 
 
 def _watch(process: Any, folder: Path, master: int) -> list[tuple[float, float]]:
-    """(clock, processor seconds) of the product while its trial trains; what it draws is read and dropped."""
+    """(clock, processor seconds) of the product while its trial trains; what it draws is read and discarded."""
     samples = []
     while process.poll() is None:
         if select.select([master], [], [], _POLL_SECONDS)[0]:
@@ -169,7 +169,7 @@ def _watch(process: Any, folder: Path, master: int) -> list[tuple[float, float]]
 
 
 def long_setting(setting: Setting, row: dict[str, Any], seconds: float) -> Setting:
-    """The same setting with steps enough to train for so long, by the step time seen before."""
+    """The same setting with enough steps to train for ``seconds``, judging by the step time seen before."""
     return replace(setting, num_steps=max(10, math.ceil(seconds * 1000 / row["avg_step_time_ms"])))
 
 

@@ -3,11 +3,11 @@
     python bench/prediction.py                                  every strategy but NVMe, tiny preset
     python bench/prediction.py --model meta-llama/Llama-3.1-8B --num-gpus 8 --batch-size 1 --nvme-path /mnt/nvme
 
-    python bench/prediction.py --records DIR                    compares the records below DIR, without a training
+    python bench/prediction.py --records DIR                    compares the records below DIR, without training
 
 Trains each strategy once with the product, then prints what its run had predicted next to what it measured: a rank's
-ledger, cell by cell; on GPUs the least memory and the reserved memory that a row needs, the allocator's peak, and what
-is in use outside it. A strategy that fails is reported and left out.
+ledger, cell by cell; on GPUs also the minimum and the reserved memory that a row needs, the allocator's peak, and the
+memory in use outside it. A strategy that fails is reported and left out.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _OFFLOADS = ("cpu_optimizer", "cpu_full", "nvme")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """One number twice."""
+    """One number, predicted and measured."""
 
     strategy: str
     what: str
@@ -68,7 +68,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def commands(args: argparse.Namespace, setting: harness.Setting, scratch: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Both scripts, each with a folder of its own."""
+    """Yield the folder and the command of both scripts."""
     extra = ["--activation-checkpointing"] if args.activation_checkpointing else []
     offloads = [name for name in _OFFLOADS if name != "nvme" or args.nvme_path]
     nvme = ["--nvme-path", args.nvme_path] if args.nvme_path else []
@@ -97,7 +97,7 @@ def records(folder: Path) -> list[TrialRecord]:
 
 
 def pairs(record: TrialRecord) -> list[Pair]:
-    """Every cell of the fullest rank's ledger, and on GPUs the peaks."""
+    """Every cell of the ledger, each from its fullest rank, and on GPUs the peaks."""
     trial, found = record.trial, trial_predictions.stored_prediction(record.trial)
     if found is None:
         return []
@@ -177,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             folders.append(folder)
             try:
                 harness.timed(command, {}, folder / "stderr.log", Path(command[1]).name, args.timeout)
-            except BenchError as error:  # also where a single row fails: what the others measured is kept
+            except BenchError as error:  # even if a single row fails: what the others measured is kept
                 if not records(folder):
                     raise
                 print(str(error).partition("\n")[0], file=sys.stderr)

@@ -3,11 +3,11 @@
     python bench/published_memory.py POINTS.csv                    prints the comparison
     python bench/published_memory.py POINTS.csv --output FILE      also writes it as JSON
 
-A point is a row of the CSV file: model, GPUs, stage, offload, micro-batch, sequence, and a figure with its source. What
-is reserved (B) is compared with reserved memory, and with nvidia-smi's less the context and NCCL; what is allocated is
-compared with allocated and resident figures; a verdict with "ran" and "ran out". A point that cannot be predicted has a
-reason. Errors have a sign: negative is too low. No constant of the package was fitted to the figures; the constants of
-the rule (prediction/fit_verdict.py) were checked against the verdicts.
+A point is a row of the CSV file: model, GPUs, stage, offload, micro-batch, sequence, and a figure with its source.
+Predicted reserved memory (B) is compared with reserved memory, and with nvidia-smi's less the context and NCCL;
+allocated memory with allocated and resident figures; a verdict with "ran" and "ran out". A point that cannot be
+predicted has a reason. Errors have a sign: negative is too low. No constant of the package was fitted to the figures;
+the constants of the rule (prediction/fit_verdict.py) were checked against the verdicts.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ class Point:
     reason: str | None = None
     """Why it is not predicted; None if it is."""
     least: float | None = None
-    """A: the smallest GPU that it runs in, without what is outside the allocator."""
+    """A: memory of the smallest GPU that it runs on, without what is outside the allocator."""
     reserved: float | None = None
     """B, in the same unit."""
     outside: float | None = None
     predicted: float | str | None = None
     """The compared quantity: B, allocated or resident memory, or a verdict."""
     card_verdict: str | None = None
-    """The verdict about the card that the row ran on; None if the card or its kernels are not known."""
+    """The verdict for the card that the row ran on; None if the card or its kernels are not known."""
     method: str | None = None
     phase: str | None = None
 
@@ -89,7 +89,7 @@ class Point:
 
 
 def _qwen_1(hidden: int, layers: int, heads: int, mlp: int) -> dict[str, Any]:
-    """Qwen (the first) has Qwen2's tensors with as many key as query heads (modeling_qwen.py of its repository)."""
+    """The first Qwen has Qwen2's tensors with as many key heads as query heads (modeling_qwen.py of its repository)."""
     sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": mlp, "vocab_size": 151_936}
     heads_of = {"num_attention_heads": heads, "num_key_value_heads": heads}
     return {"model_type": "qwen2", **sizes, **heads_of, "max_position_embeddings": 32_768}
@@ -152,7 +152,7 @@ def _model(name: str) -> ResolvedModel:
             return resolve_model(preset, factory=False, trust_remote_code=False, environment={})
     config = next((config for start, config in _CONFIGS.items() if name.startswith(start)), None)
     for start, (hidden, layers) in _MPT_LAYERS.items():
-        if name.startswith(start):  # GPT-2's shape, without its biases and dropout in the original
+        if name.startswith(start):  # GPT-2's shape; the original has no biases and no dropout
             config = _gpt2(hidden, layers, vocabulary=50_368, positions=8192)
             config |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
             config["activation_function"] = "gelu"
@@ -180,7 +180,7 @@ def _profile(name: str, sequence: int, variants: tuple[Variant, ...]) -> ModelPr
 
 
 class _SquareRoots(allocation_replay.Rank):
-    """torch's multi-tensor AdamW, whose square roots are as large as one moment (torch/optim/adam.py)."""
+    """torch's multi-tensor AdamW, whose square roots take as much memory as one moment (torch/optim/adam.py)."""
 
     state_bytes = 2
     takes_square_roots = True
@@ -200,7 +200,7 @@ class _SquareRoots(allocation_replay.Rank):
 
 
 class _Plain(_SquareRoots):
-    """One GPU without an engine: parameters, gradients and moments in 16 bit."""
+    """One GPU without an engine: parameters, gradients and moments in 16-bit precision."""
 
     def initialize(self, *, zero_init: bool) -> None:  # noqa: ARG002
         self.parts, self.shards = list(self.tensors), list[Any]()
@@ -220,7 +220,7 @@ class _PlainFused(_Plain):
 
 
 class _PureFsdp(_SquareRoots, allocation_replay.Fsdp2):
-    """FSDP with everything in 16 bit."""
+    """FSDP with everything in 16-bit precision."""
 
 
 def _replay_pure(planned: PlannedTrial, row: Mapping[str, str]) -> tuple[int, GpuNeed]:
@@ -310,10 +310,10 @@ def question_of(row: Mapping[str, str]) -> PlannedTrial:
 
 
 def _zero_settings(row: Mapping[str, str]) -> dict[str, Any]:
-    """What a point's configuration sets besides the stage, where that is published."""
+    """The settings of a point's configuration besides the stage, if they are published."""
     if not row["source"].startswith("bigscience-workshop/bigscience experiments/gpt2"):
         return {"overlap_comm": True} if "overlap_comm" in row["notes"].lower() else {}
-    # experiments/gpt2-hf-ds/*.slurm: "auto" is Transformers' (integrations/deepspeed.py, trainer_config_finalize).
+    # experiments/gpt2-hf-ds/*.slurm: "auto" as Transformers resolves it (trainer_config_finalize).
     hidden = int(row["model"].rpartition("hidden ")[2])
     sizes = {"reduce_bucket_size": hidden**2, "stage3_prefetch_bucket_size": int(0.9 * hidden**2)}
     sizes["stage3_param_persistence_threshold"] = 10 * hidden
@@ -359,7 +359,7 @@ def _quantity(row: Mapping[str, str]) -> tuple[Quantity, float | str]:
     if kind == "nvidia_smi_gb":
         return "nvidia-smi", float(value)
     if kind == "gpu_percent":
-        return "nvidia-smi", float(value) / 100 * 31.75  # of a V100 of 32 GB
+        return "nvidia-smi", float(value) / 100 * 31.75  # of a 32 GB V100
     if kind == "init_allocated_gib":
         return "resident", float(value)
     if kind == "peak_gb":
@@ -371,7 +371,7 @@ def _quantity(row: Mapping[str, str]) -> tuple[Quantity, float | str]:
 
 
 def compare(number: int, row: Mapping[str, str]) -> list[Point]:
-    """Predict one point, and the figure of nvidia-smi that its notes may have."""
+    """Predict one point, and nvidia-smi's figure if its notes have one."""
     points = [_compare(number, row)]
     if smi := re.search(r"nvidia-smi ([0-9.]+) MiB", row["notes"]):
         gib = {**row, "quantity": "nvidia_smi_gb", "value": str(float(smi[1]) / 1024)}

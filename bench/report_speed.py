@@ -3,10 +3,10 @@
     python bench/report_speed.py                       ten thousand records, five times
     python bench/report_speed.py --records 1000
 
-Writes a run folder and its flat JSON as a comparison leaves them. The records are grown from the kept one of
-``tests/data/zero_run``: four strategies, two ranks, other numbers in each. The command runs as a
-user runs it. CPU seconds (user and system) say what it costs; next to them a bare ``json.loads`` of the same lines,
-which takes the machine's own speed out of the figure.
+Writes a run folder and its flat JSON as a comparison leaves them. The records are grown from those kept in
+``tests/data/zero_run``: four strategies, two ranks, different numbers in each. The command runs as a
+user runs it. CPU seconds (user and system) say what it costs; a bare ``json.loads`` of the same lines is shown next to
+them, which takes the machine's own speed out of the figure.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class Cost:
     """User and system, its start-up included."""
     wall_seconds: float
     peak_bytes: int
-    """Most memory that was resident."""
+    """Peak of its resident memory."""
 
 
 def grown(count: int) -> Iterator[Json]:
-    """Records in the order of a plan: every strategy, then every strategy again. The same ones every time."""
+    """Records in the order of a plan: every strategy, then every strategy again. The same ones in every call."""
     numbers = random.Random(1)
     templates = [_template(stage) for stage in _STAGES]
     for index in range(count):
@@ -78,7 +78,7 @@ def grown(count: int) -> Iterator[Json]:
 
 
 def _template(stage: int) -> Json:
-    """The kept record of stage 0 or 2, as of that stage, its prediction added as a run does."""
+    """The kept record of stage 0 or 2, turned into one of ``stage``, with its prediction added as a run does."""
     lines = (_KEPT / RECORDS_FILE).read_text(encoding="utf-8").splitlines()
     entry: Json = parse_record(lines[0 if stage == 0 else 1].encode(), str(_KEPT)).to_dict()
     trial = entry["trial"] = json.loads(json.dumps(entry["trial"]))  # nothing shared with another part of it
@@ -125,7 +125,7 @@ def write_result(folder: Path, count: int) -> None:
 
 
 def report(folder: Path) -> Cost:
-    """The command on that result. Raises BenchError where it fails."""
+    """Runs the command on that result. Raises BenchError if it fails."""
     log = folder / "report.log"
     command = [sys.executable, "-m", "ds_bench", "report", str(folder)]
     begun = time.perf_counter()
@@ -140,7 +140,7 @@ def report(folder: Path) -> Cost:
 
 
 def bare_parse_seconds(folder: Path) -> float:
-    """CPU seconds of the standard parser on every line, each value dropped at once."""
+    """CPU seconds of the standard parser on every line, each value dropped immediately."""
     lines = (folder / RECORDS_FILE).read_bytes().splitlines()
     begun = time.process_time()
     for line in lines:
@@ -151,12 +151,12 @@ def bare_parse_seconds(folder: Path) -> float:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     add = parser.add_argument
-    add("--records", type=int, default=10_000, metavar="N", help="in the result (default: 10000)")
+    add("--records", type=int, default=10_000, metavar="N", help="records in the result (default: 10000)")
     add("--times", type=int, default=5, metavar="N", help="runs of the command (default: 5)")
     add("--output", type=Path, default=None, metavar="FILE.json", help="also write the figures there")
     args = parser.parse_args(arguments)
     if args.records < 1 or args.times < 1:
-        parser.error("--records and --times take 1 or more")
+        parser.error("--records and --times must be at least 1")
     return args
 
 
@@ -169,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         held = ", ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in sizes.items())
         print(f"report on {args.records} records of {len(_STAGES)} strategies, 2 ranks × {_STEPS} steps: {held}")
         bare, costs = [], []
-        for number in range(args.times):  # in turn, so that a busy moment meets both
+        for number in range(args.times):  # in turn, so that a busy moment affects both
             bare.append(bare_parse_seconds(folder))
             costs.append(report(folder))
             print(f"  {number + 1}: report {_text(costs[-1])}; bare json.loads {bare[-1]:.2f} s CPU", flush=True)

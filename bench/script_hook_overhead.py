@@ -3,10 +3,10 @@
 
     python bench/script_hook_overhead.py [--blocks 2000] [--steps 1]
 
-Every other block of steps runs with DeepSpeed's own methods in place of the hook's, so that drift of the machine meets
-both alike. The model is small, since the cost does not depend on it and the noise does. Prints the median step without
-the hook and the median of the paired differences with its standard error, for wall time and for CPU time. Medians,
-since a busy machine makes some steps many times as long. The goal is 0.5 % of a step of 30 ms.
+Every other block of steps runs with DeepSpeed's own methods in place of the hook's, so that drift of the machine
+affects both equally. The model is small, since the cost does not depend on it and the noise does. Prints the median
+step without the hook and the median of the paired differences with its standard error, for wall time and for CPU time.
+Medians, since a busy machine makes some steps many times as long. The goal is at most 0.5 % of a step of 30 ms.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def main() -> None:
         (folder / "train.py").write_text(SCRIPT)
         command = (str(folder / "train.py"), "{config}", str(asked.blocks), str(asked.steps))
         script = Script(command=command, digest=None, python=sys.executable, config_source="command")
-        # More steps than the script takes: the hook never ends it.
+        # More steps than the script runs, so that the hook never ends it.
         workload = Workload(model="train.py", model_source="script", num_steps=10**6, script=script)
         row = strategies.make_configuration(strategies.ZERO_STAGES[1], CONFIG)
         accelerator = os.environ.get("DS_ACCELERATOR", "cpu")

@@ -1,11 +1,11 @@
-"""Does the comparison find rows that train another model, at any number of steps? Real trainings on CPU ranks.
+"""Does the comparison find rows that train a different model, at any number of steps? Real training runs on CPU ranks.
 
     python bench/training_mutants.py                               18, 100 and 700 steps, fp32 and bf16; an hour
     python bench/training_mutants.py --steps 18 --precision fp32   two minutes on two cores
 
-The honest strategies and every mutant train the same batches from the same weights. Honest rows are compared with each
-other. Each mutant is compared with all honest rows twice: as it is, and again by its losses, gradient norms and weights
-only, without the settings that its optimizer and configuration report.
+The honest strategies and every mutant train on the same batches from the same weights. Honest rows are compared with
+each other. Each mutant is compared with all honest rows twice: as it is, and again by its losses, gradient norms and
+weights only, without the settings that its optimizer and configuration report.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ MUTANTS: Mapping[str, dict[str, Any]] = {
     "SGD for AdamW": {"optimizer": {"type": "SGD", "params": {"lr": 1e-4, "weight_decay": 0.01}}},
     "learning rate 0": {"optimizer": {"params": {"lr": 0.0}}},
     "learning rate doubled": {"optimizer": {"params": {"lr": 2e-4}}},
-    "other betas": {"optimizer": {"params": {"betas": [0.8, 0.99]}}},
-    "other weight decay": {"optimizer": {"params": {"weight_decay": 0.1}}},
+    "different betas": {"optimizer": {"params": {"betas": [0.8, 0.99]}}},
+    "different weight decay": {"optimizer": {"params": {"weight_decay": 0.1}}},
     "no clipping": {"gradient_clipping": 0.0},
 }
 LIMITS = Limits(
@@ -57,7 +57,7 @@ LIMITS = Limits(
 
 
 def trials(steps: int, precision: str, ranks: int = 2) -> Iterator[tuple[str, Trial]]:
-    """Name and trial of each honest row, then of each mutant, made of ZeRO-2."""
+    """Name and trial of each honest row, then of each mutant, made from ZeRO-2."""
     work = fakes.workload(batch_size=2, seq_length=32, num_steps=steps, warmup_steps=5, precision=precision)
     for name, row in HONEST.items():
         row = replace(row, name=name, label=name)

@@ -78,7 +78,7 @@ class Result:
     def _only_report(self) -> ComparisonReport:
         if len(self.reports) != 1:
             problem = f"this result has {len(self.reports)} comparisons, one for each workload and machine"
-            raise UsageError(problem, remedy="take .comparison or .recommendation of one of result.reports")
+            raise UsageError(problem, remedy="use .comparison or .recommendation of one of result.reports")
         return self.reports[0]
 
     def to_dataframe(self) -> pandas.DataFrame:

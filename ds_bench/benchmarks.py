@@ -129,7 +129,7 @@ class _Benchmark:
     @property
     def rounds(self) -> int:
         """Measured optimizer steps of all runs together."""
-        # Further flags may replace the fields.
+        # Further flags may override the fields.
         options = flags.parse(self.config.family, "benchmark", self.config.flags())
         return options.num_steps * options.repeats
 
@@ -202,7 +202,7 @@ class _StepClock:
 
 
 step_clock = _StepClock()
-"""The timer for ``@pytest.mark.benchmark(timer=step_clock)``: pytest-benchmark then takes the trial's step times."""
+"""The timer for ``@pytest.mark.benchmark(timer=step_clock)``: pytest-benchmark then records the trial's step times."""
 
 
 def run_under(benchmark: Any, bench: _Benchmark) -> BenchmarkResult:
@@ -213,7 +213,7 @@ def run_under(benchmark: Any, bench: _Benchmark) -> BenchmarkResult:
     ``@pytest.mark.benchmark(timer=step_clock)``.
     """
     results: list[BenchmarkResult] = []
-    # Keep a group that the test named itself.
+    # Keep a group that the test itself set.
     benchmark.group = benchmark.group or bench.group
 
     def before_round() -> None:

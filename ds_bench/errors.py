@@ -5,7 +5,7 @@
     DsBenchError                 one line and its remedy; never a traceback
     ├── UsageError               a flag, a value or a file the user gave is wrong (exit 2)
     ├── PreflightError           this machine is not ready for the plan (exit 2)
-    ├── ResultsNotWrittenError   the disk of the results is full, or their folder cannot be written any more (exit 1)
+    ├── ResultsNotWrittenError   the results disk is full, or their folder can no longer be written to (exit 1)
     └── BenchmarkFailedError     a benchmark's run did not succeed (``benchmarks``; exit 1)
 
 The failure of a *trial* is not an exception but a value: see ``records.schema.Outcome``.
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 
 class DsBenchError(Exception):
-    """Something the user can mend. ``str()`` gives one line: what is wrong. What to do."""
+    """Something the user can fix. ``str()`` gives one line: what is wrong. What to do."""
 
     exit_code = 2
 
@@ -25,7 +25,7 @@ class DsBenchError(Exception):
         self.remedy = remedy
 
     def __str__(self) -> str:
-        # Only the first letter changes, so that no remedy may begin with a command.
+        # Only the first letter changes, so no remedy may begin with a command.
         end = "" if self.problem.endswith(("?", ".")) else "."
         line = f"{self.problem}{end} {self.remedy[:1].upper()}{self.remedy[1:]}" if self.remedy else self.problem
         return " ".join(line.split())

@@ -93,13 +93,13 @@ def run_comparison(
     """Plan, check, run, save and report one comparison. Return the exit code.
 
     ``points``: the points of a sweep, or one. ``arguments`` and ``recipe``: what run.json keeps of the request; a
-    script has no recipe. ``begun``: called with the run's folder once it exists. Raises DsBenchError
-    for whatever the user can mend, before any work, and at the end for a file that could not be written.
+    script has no recipe. ``begun``: called with the run's folder once it exists. Raises DsBenchError for
+    anything the user can fix, before any work, and at the end for a file that could not be written.
     """
     options = points[0]
     for name in (*arguments, str(Path.cwd())):
         if any("\ud800" <= sign <= "\udfff" for sign in name):  # how Python keeps bytes that are not UTF-8
-            raise UsageError(f"{name} is not text in UTF-8, as results must be", remedy="rename the file or folder")
+            raise UsageError(f"{name} is not valid UTF-8, which results must be", remedy="rename the file or folder")
     if not (options.dry_run or options.script):
         require_packages("a run")
     asked = [("tensorboard", "--monitor tensorboard")] * (options.inspection.monitor == "tensorboard")
@@ -134,13 +134,13 @@ def run_comparison(
                     hosts, machine = stack.enter_context(connected_hosts(plan, machine))
                     plan = with_predictions(plan, machine)
                     if recipe is not None and options.dry_run:
-                        terminal.print_text("\n".join(run_plan_lines(plan, most=1000)))
+                        terminal.print_text("\n".join(run_plan_lines(plan, max_lines=1000)))
                     elif recipe is not None and len(plan.plans) > 1 and not options.quiet:
-                        terminal.print_text("\n".join(run_plan_lines(plan, most=20)), sys.stderr)
+                        terminal.print_text("\n".join(run_plan_lines(plan, max_lines=20)), sys.stderr)
                     if options.dry_run:
                         _check_room_for_checkpoints(plan)
                         return print_dry_run(plan) if options.verbose else OK
-                # Locks come before the checks, which would find a card in use by the run that is waited for.
+                # Locks come before the checks, which would report a card in use by the run that is being waited for.
                 machine, notes = stack.enter_context(_devices_of_run(plan, machine, hosts))
                 with processes.raising_on_interrupt():
                     _start_loading(plan)
@@ -155,7 +155,7 @@ def run_comparison(
                 notes += [note] if (note := stack.enter_context(store.locked())) else []
                 return ComparisonRun(plan, machine, store, arguments, recipe, hosts, notes).run()
         except KeyboardInterrupt:  # not during the trials, which end with a report
-            # Without this file --resume has nothing to go on with.
+            # Without this file, --resume has nothing to continue.
             if store is not None and (store.folder / RUN_FILE).exists():
                 terminal.print_text(f"continue with: {provenance.resume_command(options, store.folder)}", sys.stderr)
             terminal.print_text("interrupted", sys.stderr)
@@ -172,10 +172,10 @@ def _read_machine(options: Options) -> Machine:
 
 @contextlib.contextmanager
 def connected_hosts(plan: RunPlan, machine: Machine) -> Iterator[tuple[Hosts | None, Machine]]:
-    """Connect to the hosts of a job on several, and yield them and the machine with their environments.
+    """Connect to the hosts of a multi-host job, and yield them and the machine with their environments.
 
     Yields None if the job is on one host, and on ``--dry-run``, which reaches no host. Raises PreflightError for a host
-    that cannot be used or differs, UsageError if ``--resume`` began on others.
+    that cannot be used or differs, UsageError if the run to resume began on different hosts.
     """
     if plan.options.dry_run or not plan.placement.hosts:
         yield None, machine
@@ -199,7 +199,7 @@ def _devices_of_run(plan: RunPlan, machine: Machine, hosts: Hosts | None) -> Ite
     line, placement = terminal.StatusLine(sys.stderr, quiet=plan.options.quiet), plan.placement
     with contextlib.ExitStack() as held:
         with processes.raising_on_interrupt():
-            if hosts is not None:  # this one has an agent too, if it is among them
+            if hosts is not None:  # this host has an agent too, if it is among them
                 with host_checks.naming_lost_host():
                     locks = hosts.lock_devices(placement, line.say)
             else:
@@ -226,10 +226,10 @@ def _start_loading(plan: RunPlan) -> None:
 
 
 def _require_resumable(plan: RunPlan) -> None:
-    """Raise UsageError if ``--resume`` names a run of another workload, or another shard of it."""
+    """Raise UsageError if ``--resume`` names a run of a different workload, or a different shard."""
     if (folder := plan.options.resume) is not None:
         shards = RunFolder.open(folder).load_run().shard, plan.options.shard
-        names = [f"shard {shard}" if shard else "no shard" for shard in shards]
+        names = [f"shard {shard}" if shard else "the whole plan" for shard in shards]
         if names[0] != names[1]:
             raise UsageError(f"--resume {folder} is {names[0]}, not {names[1]}", remedy="leave --shard out")
         # The stored trials have the sizes that a search found; this plan still has stand-ins for them.
@@ -285,7 +285,7 @@ def print_notes(plan: RunPlan, arguments: Sequence[str]) -> None:
             for path, value in configuration.resolved_values.items():
                 shown = "DeepSpeed's default" if value is None else json.dumps(value)
                 texts.append(f'{configuration.name}: {path} "auto" is {shown}')
-        for text in dict.fromkeys(texts):  # points of a sweep may resolve alike
+        for text in dict.fromkeys(texts):  # points of a sweep may resolve to the same values
             terminal.print_text(terminal.escape_controls(text), sys.stderr)
     if "nsys" in options.inspection.profiles and (plan.placement.accelerator == "cuda" or options.dry_run):
         command = nsys_command(options.family, arguments, os.environ)
@@ -343,7 +343,7 @@ def with_predictions(plan: RunPlan, machine: Machine) -> RunPlan:
         if each.options.own_script is not None:  # nobody knows its model before it runs
             return each.with_facts(memory=memory)
         options, length, key = each.options, each.trials[0].workload.seq_length, key_of(each)
-        if key not in profiles:  # at once for a preset, else measured by a child process
+        if key not in profiles:  # immediate for a preset, otherwise measured by a child process
             profiles[key] = trial_predictions.profile_model(
                 each.model,
                 length,
@@ -360,7 +360,7 @@ def with_predictions(plan: RunPlan, machine: Machine) -> RunPlan:
 
 
 def require_ready(plan: RunPlan, machine: Machine, nvme_folder: disk.NvmeFolder | None, hosts: Hosts | None) -> None:
-    """Check what could stop the run on this machine, or on every host of several, and print warnings.
+    """Check what could stop the run on this machine, or on every host of a multi-host job, and print warnings.
 
     Raises PreflightError for a problem.
     """
@@ -418,7 +418,7 @@ class ComparisonRun:
         line = terminal.StatusLine(sys.stderr, quiet=options.quiet)
         launcher = self._prepare_launcher(line)
         searches = any(each.options.searches_size for each in self.plan.plans)
-        # A search takes long and may be interrupted: --resume needs the file before it too.
+        # A search takes a long time and may be interrupted: --resume needs the file even before it.
         self._save_run([] if searches else self.plan.trials_by_row)
         if searches:
             self._search_sizes(launcher, line.say)
@@ -442,7 +442,7 @@ class ComparisonRun:
                         line.say(f"--budget {options.budget:g} is used up; --resume RUN_DIR runs the {left}:")
                         line.say(f"  {format_names(rows, 10, '; ')}")
                         break
-                    # Signals do not raise here: a launcher lets them while it waits, and makes a record of it.
+                    # Signals do not raise here: a launcher lets them raise while it waits, and records that.
                     trial = remaining.pop(0)
                     listen = progress.begin(trial)
                     if reason := trial.unsupported or trial.skipped:
@@ -492,7 +492,7 @@ class ComparisonRun:
             results.add(read)
 
     def _prepare_launcher(self, line: terminal.StatusLine) -> Launcher:
-        """Build DeepSpeed's ops, complete the plan by their state, and choose the launcher."""
+        """Build DeepSpeed's ops, complete the plan with their states, and choose the launcher."""
         plan, options = self.plan, self.plan.options
         with processes.raising_on_interrupt(), line:
             # Before the first trial: a build takes minutes, which would count as part of what is measured.
@@ -525,7 +525,7 @@ class ComparisonRun:
         return launcher
 
     def _search_sizes(self, launcher: Launcher, say: Callable[[str], None]) -> None:
-        """Plan every point that asks for it at the largest micro-batch or longest sequence of each row, and save it."""
+        """Plan every point that requests it at the largest micro-batch or longest sequence of each row, and save it."""
         plans = []
         for each in self.plan.plans:
             if each.options.searches_size and each.options.point_text:
@@ -558,7 +558,7 @@ class ComparisonRun:
         """Write and print the results. Return the exit code.
 
         ``failure``: what kept a trial's files from being written. Raises DsBenchError for it, and for a failure to
-        write the results or to export a configuration, after what there is has been printed.
+        write the results or to export a configuration, after the available results have been printed.
         """
         options, store, notes = self.plan.options, self.store, self.notes
         points, runs = results.points, results.runs
@@ -591,7 +591,7 @@ class ComparisonRun:
         except (OSError, UsageError) as error:
             failure = failure or error
         shown = [report for _, report in reports]
-        # The files are part of the answer; what has no room for them there gets a line of its own.
+        # A short answer includes the files; after any other output, they get lines of their own.
         is_short = options.format == "table" and not options.verbose and len(shown) == 1 and not has_passes(shown)
         in_answer = is_short and not removed
         if in_answer and not options.quiet:
@@ -633,13 +633,13 @@ class ComparisonRun:
     def _write_recommendations(
         self, reports: Sequence[tuple[Plan, ComparisonReport]]
     ) -> list[tuple[ComparisonRow, Path]]:
-        """Write the run's recommendation and the configurations to use. Return the rows of these, and their folders."""
+        """Write the run's recommendation and the configurations to use. Return the rows and folders of these."""
         exported = []
         for plan, report in reports:
             folder = self.store.folder
             if plan.options.point:  # in a sweep, a folder for each point
                 name = "_".join(str(value) for _, value in plan.options.point)
-                # At most 100 characters, since file systems take 255 bytes. A dot in front would hide the folder or
+                # At most 100 characters, since file systems allow 255 bytes. A dot in front would hide the folder or
                 # name a parent.
                 plain = re.sub(r"[^A-Za-z0-9_.-]+", "-", name)[:100].lstrip(".")
                 if plain != name:  # two names must not become one
@@ -686,7 +686,7 @@ def exit_code(options: Options, runs: Sequence[Run]) -> int:
 
 
 class ResultBuilder:
-    """Makes the numbers of a run's records, with what only the run knows: models, device, environment.
+    """Computes the numbers from a run's records, with what only the run knows: models, device, environment.
 
     A record replaces an earlier one of its trial.
     """
@@ -700,7 +700,7 @@ class ResultBuilder:
 
     def add(self, record: TrialRecord) -> None:
         """Add the record of a trial, as it is read from the run's folder."""
-        from .analysis.row import make_run  # here, as pydantic takes longer to import than all else
+        from .analysis.row import make_run  # here, as pydantic takes longer to import than everything else
 
         facts = self._plan_of(record.trial).model.facts
         peak_flops = self._peak_flops(flops.peak_precision(record))
@@ -713,7 +713,7 @@ class ResultBuilder:
         return None if self._peak_flops(precision) else " + ".join(sorted(set(self._gpu_names))) or None
 
     def with_changes(self, record: TrialRecord, *, is_short: bool) -> TrialRecord:
-        """Return a record with what changes to its trial save and, if it lacked memory, whether they fit."""
+        """Return a record with what changes to its trial would save and, if it lacked memory, whether they fit."""
         trial, plan = record.trial, self._plan_of(record.trial)
         if is_short:
             self._short_rows.add(row_key(trial))
@@ -736,7 +736,7 @@ class ResultBuilder:
     def runs(self) -> list[Run]:
         """Numbers of each trial that has a record, point by point, in the order of the plan.
 
-        Trials that an earlier run of the folder made, and this one does not ask for, come last in their point.
+        Trials that an earlier run of the folder made, and this one does not request, come last in their point.
         """
         return [run for _, runs in self.points for run in runs]
 

@@ -62,7 +62,7 @@ def format_gb(count_bytes: float | None) -> str:
 
 
 def format_ms(seconds: float | None) -> str:
-    """Milliseconds without the unit: one decimal from 10 up, else two."""
+    """Milliseconds without the unit: one decimal from 10 up, otherwise two."""
     if seconds is None:
         return MISSING
     milliseconds = seconds * 1000.0
@@ -89,7 +89,7 @@ def format_count(count: float | None) -> str:
 
 
 def format_rate(rate: float | None) -> str:
-    """A count per second, below 100 with three digits: ``18,220``, ``7.94``."""
+    """A count per second, with three significant digits below 100: ``18,220``, ``7.94``."""
     return format_count(rate) if rate is None or rate >= 100 else f"{rate:.3g}"
 
 
@@ -99,7 +99,7 @@ def format_items(count: int, noun: str) -> str:
 
 
 def format_names(names: Iterable[object], most: int = 8, separator: str = ", ") -> str:
-    """``a, b, c``; of more than ``most`` the first ones and how many are left: ``a, b and 4 more``."""
+    """``a, b, c``; if there are more than ``most``, the first ones and how many are left: ``a, b and 4 more``."""
     shown = list(map(str, names))
     left = len(shown) - most
     return separator.join(shown[:most]) + (f" and {left} more" if left > 0 else "")
@@ -129,7 +129,7 @@ def format_with_suffix(count: float | None) -> str:
     """A count with a suffix: ``124 M``, ``6.74 B``, ``950 K``."""
     if count is None:
         return MISSING
-    rounded = float(f"{count:.3g}")  # as format_significant: 999,885,952 is 1.00 B, not 1,000 M
+    rounded = float(f"{count:.3g}")  # as in format_significant: 999,885,952 is 1.00 B, not 1,000 M
     for size, name in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
         if abs(rounded) >= size:
             return f"{format_significant(count / size)} {name}"
@@ -137,7 +137,7 @@ def format_with_suffix(count: float | None) -> str:
 
 
 def format_parameters(count: int, trained: int | None = None) -> str:
-    """``6.74 B parameters``; of a model that is trained in part ``1.10 B parameters, 0.8 % trained``."""
+    """``6.74 B parameters``; if only a part is trained, ``1.10 B parameters, 0.8 % trained``."""
     text = f"{format_with_suffix(count)} parameters"
     return text if trained is None or trained == count else f"{text}, {format_trained(trained / count)} trained"
 

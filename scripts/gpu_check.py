@@ -1,4 +1,4 @@
-"""The steps of ``scripts/gpu_check.sh``, which says how to call them, their archive and their report."""
+"""The steps of ``scripts/gpu_check.sh`` (usage: see there), their archive and their report."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ try:
     from ds_bench.units import BYTES_PER_GB
 except ModuleNotFoundError as error:
     print(
-        f"gpu_check: {sys.executable} lacks {error.name}: name wheels with WHEELS (scripts/make_wheels.sh)",
+        f"gpu_check: {sys.executable} lacks {error.name}: set WHEELS to a folder of wheels (scripts/make_wheels.sh)",
         file=sys.stderr,
     )
     sys.exit(2)
@@ -52,19 +52,19 @@ REAL = CUDA and not SIMULATED
 BUDGET_SECONDS = float(os.environ.get("BUDGET_SECONDS", "540"))
 STARTED = time.monotonic()
 _RESERVE_SECONDS = 15
-"""Of the budget, for the last archive and the report."""
+"""Part of the budget that is kept for the last archive and the report."""
 _MIN_SECONDS, _MIN_WHOLE_SECONDS = 60, 240
-"""A step is not begun with less time left, unless that is a third of the budget: one that goes on in the next call, and
-one that begins again."""
+"""Minimum time left to begin a step that the next call can continue, and one that it must start over; a third of the
+budget is always enough."""
 _LOG_BYTES = 100_000
-"""Kept of the end of each log."""
+"""How much of the end of each log is kept."""
 _NEGLIGIBLE_GB = 0.25
-"""The allocator's rounding and small buffers of libraries."""
+"""Covers the allocator's rounding and small buffers of libraries."""
 _OUTSIDE = "gpu outside the allocator"
 _PREDICTED = ("gpu least", "gpu reserved", "gpu peak allocated")
 """The pairs of ``bench/prediction.py`` that the report shows and checks."""
 
-# Enough for a window of seconds on an H100 or H200; start-up takes most of the time of a row anyway.
+# Enough for a window of several seconds on an H100 or H200; start-up takes most of a row's time anyway.
 SIZES = {
     "gpt2": "--batch-size 16 --seq-length 1024 --num-steps 100 --warmup-steps 10",
     "llama-3.2-1b": "--batch-size 4 --seq-length 2048 --num-steps 40 --warmup-steps 5",
@@ -72,7 +72,7 @@ SIZES = {
     "llama-2-7b": "--batch-size 1 --seq-length 2048 --num-steps 30 --warmup-steps 3",
 }
 SMALL = "--batch-size 2 --seq-length 64 --num-steps 5 --warmup-steps 2"
-# Axes that the CPU accelerator cannot show, or shows otherwise (docs/axes.md).
+# Axes that the CPU accelerator cannot show, or shows differently (docs/axes.md).
 ZERO, OFFLOAD = "zero_stage_comparison.py", "offload_comparison.py"
 AXES = {
     "attention": f"{ZERO} --stages 2 --axis attention=eager,sdpa,flash_attention_2",
@@ -95,10 +95,10 @@ AXES = {
 }
 _SMALL_CARD = "--gpu-memory-limit 0.25 --set zero_optimization.reduce_bucket_size=100000"
 _ONLY_ON_GPUS = {
-    **dict.fromkeys(("tests-quick", "tests"), "they are about the driver and the kernels of a GPU"),
+    **dict.fromkeys(("tests-quick", "tests"), "they test the driver and the kernels of a GPU"),
     "axes-lion": "DeepSpeed's Lion is a CUDA kernel",
 }
-"""Step → why it says nothing on simulated cards."""
+"""Step → why it is left out on simulated cards."""
 _QUICK_TESTS = "nccl_waits or preloading or driver_in_use or monitor or power_cap or really_full"
 
 
@@ -109,7 +109,7 @@ class Step:
     limit_seconds: int
     min_seconds: int = _MIN_WHOLE_SECONDS
     left_out: str | None = None
-    """Why it says nothing here."""
+    """Why it is left out here; None if it is not."""
 
 
 def short_name(model: str) -> str:
@@ -132,7 +132,7 @@ def list_steps(models: list[str], out: Path) -> Iterator[Step]:
     def compare(name: str, model: str, words: str, *more: str, limit: int = 500) -> Step:
         script, *flags = shlex.split(words)
         command = [PYTHON, str(ROOT / script), "--model", model, *sizes(model), *devices, *flags, *more]
-        # So that a call that begins with this step finishes a row of it.
+        # So that a call that begins with this step finishes at least one row.
         command += ["--output-dir", str(out / name), "--timeout", str(limit - 60)]
         reason = only_on_gpus(name)
         return Step(name=name, command=command, limit_seconds=limit, min_seconds=_MIN_SECONDS, left_out=reason)
@@ -142,8 +142,9 @@ def list_steps(models: list[str], out: Path) -> Iterator[Step]:
         return Step(name=name, command=[PYTHON, str(ROOT / script), *words, "--output", figures], limit_seconds=500)
 
     def tests(name: str, *words: str) -> Step:
-        # -v names each test in the log, as pytest writes junit.xml at its end. pyproject.toml's settings need plugins,
-        # conftest.py needs Hypothesis, and every warning would be an error, also one from another version of a package.
+        # -v names each test in the log, since pytest writes junit.xml only at its end. pyproject.toml's settings need
+        # plugins and make every warning an error, even one from a different version of a package; conftest.py needs
+        # Hypothesis.
         command = [PYTHON, "-m", "pytest", str(ROOT / "tests/integration/test_gpu.py"), "-m", "gpu", "-v"]
         command += ["--noconftest", "-p", "no:cacheprovider", *words, "--junit-xml", str(out / name / "junit.xml")]
         command += ["-o", "addopts=--import-mode=importlib", "-o", "filterwarnings=default"]
@@ -165,7 +166,7 @@ def list_steps(models: list[str], out: Path) -> Iterator[Step]:
     if second != first:
         yield compare(f"{short_name(second)}-zero", second, f"{ZERO} --stages 0 1 2 3")
         yield offload(second)
-    # Only the cold launcher is left where the probe found that ranks cannot be forked.
+    # If the probe found that ranks cannot be forked, only the cold launcher is left.
     refused = (read_json(out / "probe/figures.json") or {}).get("fork", {}).get("refused")
     launcher = "deepspeed" if refused else "both"
     runs = ["--runs", str(out / "fidelity/bench")]
@@ -175,7 +176,7 @@ def list_steps(models: list[str], out: Path) -> Iterator[Step]:
     yield compare("auto", second, f"{ZERO} --batch-size auto --stages 0 3 --num-steps 10 {small}")
     yield compare("short", second, f"{ZERO} --stages 3 --batch-size 1 --seq-length {128 if REAL else 64}")
     if large != second:
-        # Of 7 B parameters on one GPU stage 3 needs least.
+        # With 7 B parameters on one GPU, stage 3 needs the least memory.
         yield compare(f"{short_name(large)}-zero", large, f"{ZERO} --stages 3 2")
     yield compare("launch-cold", first, f"{ZERO} --stages 0 1 2 3 --launcher deepspeed")
     yield tests("tests")
@@ -190,7 +191,7 @@ def is_named(step: str, word: str) -> bool:
 
 
 def read_json(path: Path) -> Any:
-    """Return what a file holds; None if it is missing or was cut short."""
+    """Return a file's contents; None if it is missing or was cut short."""
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError):
@@ -198,7 +199,7 @@ def read_json(path: Path) -> Any:
 
 
 def require_ready(devices: tuple[gpu_state.GpuFacts, ...], inventory: gpu_state.GpuInventory) -> None:
-    """Print everything that a run would be refused for, or warned of. Raise SystemExit(2) if it would be refused."""
+    """Print every problem and warning that a run would meet here. Raise SystemExit(2) if it would be refused."""
     system, torch_cuda = SystemAccess(), environment.torch_built_for("cuda")
     found: list[Finding] = list(software.check_packages())
     if CUDA:
@@ -208,8 +209,8 @@ def require_ready(devices: tuple[gpu_state.GpuFacts, ...], inventory: gpu_state.
         if finding.level != "ok":
             print(f"gpu_check: {finding.level}: {finding.name}: {finding.text}", file=sys.stderr)
     if any(finding.level == "problem" for finding in found) or (CUDA and not devices):
-        remedy = "name wheels with WHEELS (scripts/make_wheels.sh; MORE=scipy adds SciPy) or a folder with PYTHONPATH"
-        remedy += "; nvidia-smi shows whether the driver finds a GPU"
+        remedy = "set WHEELS to a folder of wheels (scripts/make_wheels.sh; MORE=scipy adds SciPy) or PYTHONPATH"
+        remedy += " to a folder of packages; nvidia-smi shows whether the driver finds a GPU"
         print(f"gpu_check: {sys.executable} cannot run this: {remedy}", file=sys.stderr)
         sys.exit(2)
 
@@ -220,7 +221,7 @@ class Check:
     def __init__(self, out: Path, archive: Path) -> None:
         self.out, self.archive_path = out, archive
         self.steps: dict[str, dict[str, Any]] = {each["name"]: each for each in read_json(out / "steps.json") or []}
-        """Name → how it ended, of every call."""
+        """Name → how it ended, over all calls."""
 
     def say(self, text: str) -> None:
         print(text, flush=True)
@@ -228,7 +229,7 @@ class Check:
             file.write(text + "\n")
 
     def is_due(self, step: Step, words: list[str]) -> bool:
-        """Whether a call runs this step: what ``STEPS`` names, else what has not ended, also for lack of budget."""
+        """Whether this call runs a step: one that ``STEPS`` names or, without ``STEPS``, one that is left to finish."""
         if words:
             return any(is_named(step.name, word) for word in words)
         ended = self.steps.get(step.name)
@@ -265,11 +266,11 @@ class Check:
         self._note(entry | {"exit_code": code, "seconds": seconds, "timed_out": code == 124})
         self.say(f"{step.name}: exit code {code} after {seconds} s" + (" (timed out)" if code == 124 else ""))
         self.archive()
-        if cut is not None and code == 2:  # as on another machine
+        if cut is not None and code == 2:  # such as on a different machine
             before = folder.with_name(f"{step.name}-before")
             shutil.rmtree(before, ignore_errors=True)
             folder.rename(before)
-            self.say(f"{step.name}: cannot continue with {before.name}, and begins again")
+            self.say(f"{step.name}: cannot continue from {before.name}, so it starts over")
             return self.run(step)
         return code
 
@@ -278,7 +279,7 @@ class Check:
         write_json(self.out / "steps.json", list(self.steps.values()))
 
     def archive(self) -> None:
-        """Write what is worth keeping as one file, whole or not at all."""
+        """Write everything worth keeping to one file, atomically."""
         partial = self.archive_path.with_name(self.archive_path.name + ".tmp")
         with tarfile.open(partial, "w:gz") as file:
             for path in self._kept():
@@ -291,7 +292,7 @@ class Check:
         partial.replace(self.archive_path)
 
     def _kept(self) -> Iterator[Path]:
-        """Rows, records, figures and configurations; logs of ranks only where a row did not succeed."""
+        """Rows, records, figures and configurations; logs of ranks only if a row did not succeed."""
         succeeded = {
             path.parent / "trials" / record.trial.trial_id
             for path in self.out.rglob("records.jsonl")
@@ -310,7 +311,7 @@ class Check:
         text = content.decode(errors="replace")
         for folder, word in ((self.out, "OUT"), (ROOT, "."), (Path.home(), "~")):
             text = re.sub(rf"{re.escape(str(folder))}(?![\w-])", word, text) if len(str(folder)) > 1 else text
-        if len(name := platform.node()) > 3:  # a shorter one would hit other words
+        if len(name := platform.node()) > 3:  # a shorter one would match other words
             text = re.sub(rf"\b{re.escape(name)}\b", "HOST", text)
         text = re.sub(r'"hostname": ?"[^"]*"', '"hostname": "HOST"', text)
         return re.sub(r"\b(GPU|MIG)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", r"\1-UUID", text).encode()
@@ -320,7 +321,7 @@ _LOGS = (".log", ".stacks")
 
 
 def save_nvidia_smi(out: Path) -> None:
-    """Keep ``nvidia-smi -q`` without what names a GPU or its users."""
+    """Save the output of ``nvidia-smi -q`` without anything that identifies a GPU or its users."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         text = subprocess.run(["nvidia-smi", "-q"], capture_output=True, text=True, timeout=60, check=True).stdout
         text = re.sub(r"^ *Processes.*?(?=^GPU |\Z)", "", text, flags=re.MULTILINE | re.DOTALL)
@@ -348,11 +349,11 @@ def number(value: float | None, form: str = ".2f") -> str:
 
 
 def report(check: Check) -> Iterator[str]:
-    """Yield the lines of the report: all calls together, and last what to check now."""
+    """Yield the lines of the report on all calls together; the last ones say what to check now."""
     out, wrong = check.out, list[str]()
     probe = read_json(out / "probe/figures.json") or {}
     if fork := probe.get("fork"):
-        yield f"ranks may be forked: {'yes' if fork['refused'] is None else 'no, ' + fork['refused']}"
+        yield f"ranks can be forked: {'yes' if fork['refused'] is None else 'no, ' + fork['refused']}"
         wrong += [f"ranks cannot be forked: {fork['refused']}"] if fork["refused"] else []
     if error := probe.get("cuda", {}).get("error"):
         wrong.append(f"the probe's CUDA program failed: {error.splitlines()[-1][:200]}")
@@ -385,16 +386,16 @@ def report(check: Check) -> Iterator[str]:
 
 
 def memory_lines(out: Path, tables: dict[str, list[dict[str, Any]]], wrong: list[str]) -> Iterator[str]:
-    """Predicted against measured memory, and the phase that decides; what the constants should be."""
+    """Predicted against measured memory, and the phase of the peak; what the constants should be."""
     lines = dict[tuple[str, str], str]()
     for folder in sorted(out.iterdir()):
         for record in prediction.records(folder / "runs"):
             row, predicted = (folder.name, record.trial.configuration.label), stored_prediction(record.trial)
             pairs = {pair.what: pair for pair in (prediction.pairs(record) if record.outcome.success else ())}
-            if row in lines or predicted is None or "gpu peak allocated" not in pairs:  # of repeated rows the first
+            if row in lines or predicted is None or "gpu peak allocated" not in pairs:  # repeats: only the first
                 continue
             cells, off, need = "", list[str](), predicted.gpu_need
-            outside = pairs.get(_OUTSIDE)  # wrong in every row alike: said once
+            outside = pairs.get(_OUTSIDE)  # equally wrong in every row: said once
             assumed = (outside.predicted_bytes - outside.measured_bytes) / BYTES_PER_GB if outside else 0.0
             for what in _PREDICTED:
                 if (pair := pairs.get(what)) is None:
@@ -402,10 +403,10 @@ def memory_lines(out: Path, tables: dict[str, list[dict[str, Any]]], wrong: list
                     continue
                 sizes = [size / BYTES_PER_GB for size in (pair.predicted_bytes, pair.measured_bytes)]
                 cells += f"{sizes[0]:9.2f}{sizes[1]:8.2f}{number(pair.ratio):>7}"
-                # Without a replay of every allocation, what is reserved is bounded from above.
-                most = math.inf if what == "gpu reserved" and need.method == "rule" else 0.1
-                missed = sizes[0] - sizes[1] - (0.0 if what == "gpu peak allocated" else assumed)
-                if not -0.1 * sizes[1] < missed < most * sizes[1] and abs(missed) > _NEGLIGIBLE_GB:
+                # Without a replay of every allocation, the prediction of reserved memory is only an upper bound.
+                allowed = math.inf if what == "gpu reserved" and need.method == "rule" else 0.1
+                excess = sizes[0] - sizes[1] - (0.0 if what == "gpu peak allocated" else assumed)
+                if not -0.1 * sizes[1] < excess < allowed * sizes[1] and abs(excess) > _NEGLIGIBLE_GB:
                     off.append(f"{what.removeprefix('gpu ')} {sizes[0]:.2f} GB, measured {sizes[1]:.2f}")
             peaks = [
                 max(getattr(rank, name) or 0 for rank in record.ranks) / BYTES_PER_GB
@@ -435,8 +436,8 @@ def memory_lines(out: Path, tables: dict[str, list[dict[str, Any]]], wrong: list
     for row in tables.get("short", []):
         if row["success"] and row.get("predicted_over_measured"):
             missing = row["gpu_peak_gb"] * (1 - row["predicted_over_measured"])
-            text = f"{abs(missing):.3f} GB {'not predicted' if missing > 0 else 'predicted too much'}"
-            yield f"short sequences at stage 3: of {row['gpu_peak_gb']:.3f} GB allocated {text}"
+            text = f"{abs(missing):.3f} GB {'more' if missing > 0 else 'less'} than predicted"
+            yield f"short sequences at stage 3: {row['gpu_peak_gb']:.3f} GB allocated, {text}"
 
 
 def time_lines(out: Path, tables: dict[str, list[dict[str, Any]]], wrong: list[str]) -> Iterator[str]:
@@ -467,7 +468,7 @@ def time_lines(out: Path, tables: dict[str, list[dict[str, Any]]], wrong: list[s
         noise = f", while others used up to {busy:.0%} of all cores" if busy > 0.1 else ""
         yield f"fidelity: product ({name}) / bare loop {ratio['median']:.3f} ({spread}){noise}"
         if REAL and not 0.97 < ratio["median"] < 1.03:
-            wrong.append(f"the product's step takes {ratio['median']:.3f} of the bare loop's ({name} launch)")
+            wrong.append(f"the product's step takes {ratio['median']:.3f} times the bare loop's ({name} launch)")
 
 
 # ------------------------------------------------------------------
@@ -488,7 +489,7 @@ def main() -> int:
     words = os.environ.get("STEPS", "").split()
     names = [step.name for step in list_steps(models, out)]
     if unknown := [word for word in words if not any(is_named(name, word) for name in names)]:
-        print(f"gpu_check: STEPS names {unknown[0]!r}; there are: {' '.join(names)}", file=sys.stderr)
+        print(f"gpu_check: STEPS names {unknown[0]!r}, but the steps are: {' '.join(names)}", file=sys.stderr)
         return 2
     out.mkdir(parents=True, exist_ok=True)
     check = Check(out, Path(os.environ.get("ARCHIVE") or f"{out}.tar.gz").resolve())
@@ -502,7 +503,7 @@ def main() -> int:
     save_nvidia_smi(out)
     codes, waiting = list[int](), list[str]()
     try:
-        for step in list_steps(models, out):  # lazily: what the probe finds changes later steps
+        for step in list_steps(models, out):  # lazily: the probe's findings change later steps
             if not check.is_due(step, words):
                 continue
             if step.left_out:

@@ -1,8 +1,8 @@
-"""The first questions about a GPU machine: may ranks be forked, what NVML and CUDA say, which ops build and how fast.
+"""The first questions about a GPU machine: can ranks be forked, what do NVML and CUDA say, which ops build, how fast?
 
     python scripts/gpu_probe.py --output FILE.json [--accelerator cpu]
 
-Never fails for what it finds: the file is rewritten after each answer.
+Never fails because of a finding: the file is rewritten after each answer.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from ds_bench.system import environment, gpu_state
 
 
 class NvmlRecorder:
-    """Passes calls on to ``pynvml`` and keeps each with its answer, as ``tests/support/nvml_replay.py`` replays them.
+    """Passes calls on to ``pynvml`` and keeps each with its answer, for ``tests/support/nvml_replay.py`` to replay.
 
-    UUIDs are replaced by the number of the GPU, so that a recording identifies no machine.
+    UUIDs are replaced with the number of the GPU, so that a recording identifies no machine.
     """
 
     def __init__(self, library: Any) -> None:
@@ -75,7 +75,7 @@ def _plain(answer: Any) -> Any:
 
 
 def record_nvml(library: Any) -> dict[str, Any]:
-    """Return every call that the product makes to NVML, and the memory that its first version shows."""
+    """Return every call that the product makes to NVML, and the first version of the call about memory."""
     recorder = NvmlRecorder(library)
     for gpu in gpu_state.read_gpus(recorder).gpus:
         with contextlib.suppress(Exception):
@@ -113,7 +113,7 @@ print(json.dumps(found))
 
 
 def read_cuda_facts(variables: dict[str, str]) -> dict[str, Any]:
-    """Memory before and after cuBLAS, backends of attention, speed of copies: in a child, which uses the GPU."""
+    """Memory before and after cuBLAS, attention backends, copy speed: in a child process, which uses the GPU."""
     done = subprocess.run(
         [sys.executable, "-c", _CUDA_FACTS],
         env={**os.environ, **variables},
@@ -142,7 +142,7 @@ def main() -> int:
         print(f"{name}: {answer}"[:500], flush=True)
         write_json(args.output, found)
 
-    # First the question that decides how every trial starts: op builds take minutes.
+    # First comes the question that decides how every trial starts, since op builds take minutes.
     start = time.monotonic()
     refused = WarmLauncher(variables, Limits()).prepare()
     keep("fork", {"refused": refused, "seconds": time.monotonic() - start})

@@ -5,10 +5,10 @@
 #   scripts/install_system_packages.sh test    libaio's headers (NVMe rows), Chromium and its driver (the HTML report),
 #                                              iproute2, ssh and Slurm (runs on several hosts)
 #
-# It installs where it may: as root, with apt-get. Elsewhere one line says what to install. Without the packages of
-# `test` the tests that need them are skipped. Exit code: 1 where a package of `base` is missing, else 0.
-# The daemons among the packages (sshd, munged, slurmctld, slurmd) are started only by the tests: neither by the
-# installation nor when the machine starts again.
+# It installs them with apt-get if it runs as root. Otherwise it prints one line that says what to install. Without the
+# packages of `test`, the tests that need them are skipped. Exit code: 1 if a package of `base` is missing, else 0.
+# The daemons among the packages (sshd, munged, slurmctld, slurmd) are started only by the tests, neither by the
+# installation nor at boot.
 set -uo pipefail
 PYTHON=${PYTHON:-python3}
 
@@ -22,7 +22,7 @@ has_browser() {
     command -v chromedriver >/dev/null && { command -v chromium || command -v google-chrome; } >/dev/null
 }
 
-# Adds to `missing` the package of each COMMAND:PACKAGE whose command is not there.
+# Adds to `missing` the package of each COMMAND:PACKAGE whose command is not found.
 add_missing() {
     local pair
     for pair in "$@"; do
@@ -30,7 +30,7 @@ add_missing() {
     done
 }
 
-# Installs packages; their daemons are not started (invoke-rc.d and systemd's helper ask the policy), nor enabled.
+# Installs packages; their daemons are neither started (invoke-rc.d and systemd's helper ask the policy) nor enabled.
 install_packages() {
     local policy=/usr/sbin/policy-rc.d package
     if [[ ! -e $policy ]]; then

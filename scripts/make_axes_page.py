@@ -35,10 +35,10 @@ A row is named `zero2+overlap_comm=false` in flags such as `--relative-to`, and 
   and the flags of the workload apply to every row, so it is an error if one of them sets the same thing as an axis.
 - A row to which an axis does not apply (`prefetch` at stage 2) appears once, without it, and a note says so. Rows with
   equal configurations are run once.
-- Nothing runs if two axes set one key to different values.
-- "changes" is what to expect from the axis. The categories of the ledger are in [metrics](metrics.md#memory). "Peak
+- Nothing runs if two axes set the same key to different values.
+- "changes" is what to expect from the axis. The categories of memory are in [metrics](metrics.md#memory). "Peak
   memory within a step" is about tensors that live only during a phase, which the ledger does not see. "Losses" means
-  that the arithmetic changes: the losses of such a row are compared only among rows with the same value. Rows of
+  that the arithmetic changes: the losses of such rows are compared only among rows with the same value. Rows with
   different `precision` are compared with the tolerance of the coarser format.
 - Sources are files of DeepSpeed 0.19.8, unless they name another project. #1234 is an issue or pull request of
   DeepSpeed.

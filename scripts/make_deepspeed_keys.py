@@ -3,10 +3,10 @@
 
 The files are in ds_bench/config/deepspeed_keys_by_version, one for each minor version that this package supports.
 
-Nothing is typed by hand. DeepSpeed's own ``DeepSpeedConfig`` is given objects that note every key it asks for. A block
-that goes to a pydantic model is taken from the fields of that model, as schemas of pydantic-core. Optimizers and
-schedulers are taken from the signatures of their classes. Keys that DeepSpeed refuses since a feature was removed
-are those of its own list.
+Nothing is typed by hand. DeepSpeed's own ``DeepSpeedConfig`` is given objects that note every key it looks up. A block
+that goes to a pydantic model is taken from the fields of that model, as pydantic-core schemas. Optimizers and
+schedulers are taken from the signatures of their classes. Keys that DeepSpeed refuses because a feature was removed
+come from its own list.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SEEDS: dict[tuple[str, ...], dict[str, Any]] = {
 }
 """Values without which DeepSpeed reads no further in a block."""
 PASSED_ON = ("params", "model_info", "data_sampling", "data_routing")
-"""Blocks that DeepSpeedConfig gives on, as they are, to what reads them."""
+"""Blocks that DeepSpeedConfig passes on unchanged to their readers."""
 SAMPLES: dict[str, tuple[Any, ...]] = {
     "null": (None,),
     "boolean": (True,),
@@ -47,11 +47,11 @@ SAMPLES: dict[str, tuple[Any, ...]] = {
     "list": (["text"],),
     "object": ({},),
 }
-"""JSON types with values to try; of a string some keys take certain ones only."""
+"""JSON types with values to try; some keys accept only certain strings."""
 
 
 class RecordingDict(dict[str, Any]):
-    """A block that notes which keys are asked for, with the default of the asker, and whether it is read as a whole."""
+    """A block that notes which keys are looked up, with the caller's default, and whether it is read as a whole."""
 
     def __init__(self, values: dict[str, Any] | None = None) -> None:
         super().__init__(values or {})
@@ -122,7 +122,7 @@ def deepspeed_keys() -> dict[str, Any]:
 
 
 def _initialize_source() -> str:
-    """``deepspeed.initialize`` reads some keys before DeepSpeedConfig does."""
+    """Source of ``deepspeed.initialize``, which reads some keys before DeepSpeedConfig does."""
     import deepspeed
 
     return inspect.getsource(deepspeed.initialize)
@@ -146,13 +146,13 @@ def _explore(path: tuple[str, ...], blocks: dict[str, Any]) -> None:
         if entry["default"] in (None, {}) and key not in PASSED_ON:
             _explore((*path, key), blocks)
         accepted = _accepted_types((*path, key))
-        # None: DeepSpeed needs a further key. use_gds depends on the accelerator.
+        # If no type is accepted, DeepSpeed needs a further key. use_gds depends on the accelerator.
         if 0 < len(accepted) < len(SAMPLES) and (*path, key) != ("aio", "use_gds"):
             entry["accepts"] = accepted
 
 
 def _read(path: tuple[str, ...], value: Any) -> Exception | None:
-    """Lets DeepSpeed read a configuration that has ``value`` at ``path``; its exception, if it raises one."""
+    """Lets DeepSpeed read a configuration that has ``value`` at ``path``. Returns its exception, if it raises one."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
     for key in reversed(path):
@@ -229,7 +229,7 @@ def _inner_model(annotation: Any) -> Any:
 
 
 def _schema(field: Any) -> dict[str, Any]:
-    """The schema of pydantic-core for a field, with its limits."""
+    """The pydantic-core schema of a field, with its limits."""
     schema = _schema_of(field.annotation)
     for limit in field.metadata:
         for name in ("gt", "ge", "lt", "le"):
@@ -239,7 +239,7 @@ def _schema(field: Any) -> dict[str, Any]:
 
 
 def _types_taken(schema: dict[str, Any]) -> set[str]:
-    """JSON types that the schema samples."""
+    """JSON types that the schema accepts, judged by the samples."""
     from pydantic_core import SchemaValidator
 
     if schema["type"] == "never":
@@ -285,7 +285,7 @@ def _json_value(value: Any) -> Any:
 
 
 def _parameters(maker: Any) -> dict[str, list[str] | None]:
-    """Names of the arguments of an optimizer or a scheduler, after the first, which DeepSpeed gives; null: any."""
+    """Argument names of an optimizer or a scheduler, without the first, which DeepSpeed passes; null: any."""
     taken = list(inspect.signature(maker).parameters.values())[1:]
     if any(each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL) for each in taken):
         return {"takes": None, "needs": []}
@@ -294,7 +294,7 @@ def _parameters(maker: Any) -> dict[str, list[str] | None]:
 
 
 def _optimizers(own: list[str]) -> dict[str, Any]:
-    """The names that ``optimizer.type`` can have, and the arguments of the classes that DeepSpeed makes."""
+    """The names that ``optimizer.type`` can have, and the arguments of the classes that DeepSpeed creates."""
     import torch
     from deepspeed.ops import adagrad, adam, lamb, lion
 
@@ -318,7 +318,7 @@ def _optimizers(own: list[str]) -> dict[str, Any]:
 
 
 def _schedulers() -> dict[str, Any]:
-    """The names that ``scheduler.type`` can have, with the arguments of DeepSpeed's own."""
+    """The names that ``scheduler.type`` can have, with the arguments of each."""
     import torch
     from deepspeed.runtime import lr_schedules
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Runs the commands of README and docs whose output is shown below them, and writes what they print today there.
+"""Runs the commands in README and docs whose output is shown below them, and replaces it with what they print today.
 
-Such a command is the last line of a ``sh`` block that a block without a language follows at once. ``…`` stands for
-lines left out: the line after it is found again by its likeness, and those up to the next ``…`` follow it. A command
-that reads ``ds_config.json`` gets the ``json`` block before it.
+Such a command is the last line of a ``sh`` block that is directly followed by a block without a language. ``…``
+stands for omitted lines: the line after it is found again by similarity, and the lines up to the next ``…`` follow it.
+A command that reads ``ds_config.json`` gets the ``json`` block before it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes ds_bench/models/preset_counts.json: the counts of the built-in models, from what Transformers builds."""
+"""Writes ds_bench/models/preset_counts.json: the counts of the built-in models, as Transformers builds them."""
 
 from __future__ import annotations
 

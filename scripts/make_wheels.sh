@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the wheels that a machine with torch and transformers, but without network, lacks: the folder WHEELS of
+# Builds the wheels that a machine with torch and transformers but without network lacks, for the WHEELS folder of
 # scripts/gpu_check.sh.
 #
 #   scripts/make_wheels.sh [FOLDER]         default: wheels
@@ -7,10 +7,10 @@
 # Environment, all optional:
 #   PYTHON          an interpreter with torch and pip, which DeepSpeed's setup.py imports  (.venv/bin/python, else python3)
 #   TARGET_PYTHON   version of the other machine's interpreter                             (3.12)
-#   MORE            further packages, without what they require, e.g. "scipy pandas"
 #   TARGET_PLATFORM its platform, as pip names it                                          (manylinux_2_17_x86_64)
+#   MORE            further packages, without their requirements, e.g. "scipy pandas"
 #
-# Exit code: 1 where a wheel cannot be built, or all of them take more than 64 MiB.
+# Exit code: 1 if a wheel cannot be built, or if all of them together take more than 64 MiB.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -20,7 +20,7 @@ TARGET_PYTHON=${TARGET_PYTHON:-3.12}
 TARGET_PLATFORM=${TARGET_PLATFORM:-manylinux_2_17_x86_64}
 MAX_BYTES=$((64 << 20))
 
-# The requirement of a package with its range in pyproject.toml.
+# The requirement of a package, with its version range, from pyproject.toml.
 requirement() {
     "$PYTHON" - "$ROOT/pyproject.toml" "$1" <<'PY'
 import re, sys, tomllib
@@ -35,7 +35,7 @@ mkdir -p "$FOLDER"
 rm -f "$FOLDER"/*.whl
 # DeepSpeed is published only as source. Its ops are built on the machine that runs them.
 DS_BUILD_OPS=0 "$PYTHON" -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir "$FOLDER" "$(requirement deepspeed)"
-# What DeepSpeed needs besides what comes with torch and transformers; pydantic brings packages in pinned versions.
+# DeepSpeed's requirements that do not come with torch and transformers; pydantic brings its own, in pinned versions.
 mapfile -t needed < <("$PYTHON" - "$FOLDER"/deepspeed-*.whl <<'PY'
 import re, sys, zipfile
 archive = zipfile.ZipFile(sys.argv[1])

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-# As in a virtual environment that is activated: python is this Python in every command that is printed.
+# As in an activated virtual environment: python is this Python in every printed command.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
 from ds_bench.config.spec import Placement, Trial
@@ -41,7 +41,7 @@ REAL = ("deepspeed", "nvme", "browser")
 
 
 def pytest_configure() -> None:
-    """A shell's background job ignores Ctrl-C, and nohup the hangup; the scripts rightly leave what is ignored."""
+    """A shell's background job ignores Ctrl-C, and nohup the hangup; the scripts rightly leave those alone."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     os.environ.pop("COLUMNS", None)  # pytest-xdist sets it in its workers
@@ -63,13 +63,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Four at least: a whole run often waits for its processes."""
+    """At least four: a whole run often waits for its processes."""
     return max(4, min(8, len(os.sched_getaffinity(0))))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
-    """In CI a test of a real component must run: a skip there is a failure, unless files outside the checkout lack."""
+    """In CI a test of a real component must run: a skip fails there, unless files outside the checkout are missing."""
     report = yield
     absent = call.excinfo is not None and isinstance(call.excinfo.value, FilesAbsent)
     if os.environ.get("CI") and report.skipped and not absent and any(item.get_closest_marker(name) for name in REAL):
@@ -163,7 +163,7 @@ def launch(server: Callable[[Limits], WarmLauncher], tmp_path: Path) -> Launch:
 
 @pytest.fixture
 def start_script(tmp_path: Path) -> Iterator[Callable[..., Script]]:
-    """Starts a script in a process group of its own, like a shell does; ends it with the test."""
+    """Starts a script in a process group of its own, as a shell does; ends it with the test."""
     started: list[Script] = []
 
     def start(name: str, *arguments: str, output_dir: Path | None = None, **environment: str) -> Script:

@@ -106,7 +106,7 @@ def test_keywords_replace_values_of_a_recipe_in_a_file_or_a_dict(scripted: Scrip
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"batch_sizes": 2}, "no keyword batch_sizes. Did you mean batch_size?"),
     ({"seq_len": 2}, "no keyword seq_len. Did you mean seq_length?"),
-    ({"stages": [7]}, "Unknown --stages 7. Choose from 0, 1, 2, 3"),
+    ({"stages": [7]}, "Invalid value for --stages: 7. Choose from 0, 1, 2, 3"),
     ({"training": {"seq_lenn": 2}}, "unknown key training.seq_lenn. Did you mean training.seq_len?"),
     ({"training": {"seq_len": {1, 2}}}, "training.seq_len is {1, 2}"),
     ({"resume": "no-such-folder"}, "no run.json there"),

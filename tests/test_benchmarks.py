@@ -1,4 +1,4 @@
-"""Benchmarks from Python and under pytest-benchmark: real trials, and a stand-in where only pytest is in question."""
+"""Benchmarks from Python and under pytest-benchmark: real trials, and a stand-in where only pytest is tested."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TINY = {"model_name": "tiny", "batch_size": 2, "seq_length": 64, "num_steps": 3,
 
 @pytest.fixture(autouse=True)
 def process_folder() -> None:
-    """The folder that lasts as long as this process is there before a test names another place for temporary files."""
+    """Creates the folder that lasts as long as this process before a test moves temporary files to another place."""
     scratch.temporary_folder()
 
 
@@ -53,12 +53,12 @@ def test_a_config_becomes_the_flags_of_the_script_that_has_its_strategy() -> Non
         assert (options.accelerator, options.launcher) == ("cpu", "deepspeed")
 
 
-def test_rounds_follow_the_further_flags() -> None:
+def test_rounds_follow_from_all_flags() -> None:
     for arguments, rounds in (((), 9), (("--num-steps", "20"), 60), (("--repeats", "2"), 6)):
         assert ThroughputBenchmark(name="x", repeats=3, arguments=arguments, **TINY).rounds == rounds
 
 
-def test_variables_of_env_are_there_during_the_run(scripted: ScriptedRun) -> None:
+def test_variables_of_env_are_set_during_the_run(scripted: ScriptedRun) -> None:
     seen: list[str | None] = []
 
     def look(trial: Trial) -> TrialRecord:
@@ -159,7 +159,7 @@ _MARK = "@pytest.mark.benchmark(timer=step_clock)"
 
 @pytest.fixture
 def stand_in(tmp_path: Path) -> Path:
-    """A folder with one test whose steps take STEP seconds and 0 to 3 ms more."""
+    """A folder with one test whose steps take STEP seconds plus 0 to 3 ms."""
     (tmp_path / "test_speed.py").write_text(_STAND_IN.replace("{mark}", _MARK))
     return tmp_path
 

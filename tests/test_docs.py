@@ -1,4 +1,4 @@
-"""README and docs: the flags page is the parsers', commands parse, links lead to files, outputs are real ones."""
+"""README and docs: the flags page matches the parsers, commands parse, links lead to files, outputs are real."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_every_command_of_readme_and_docs_parses() -> None:
     assert parsed > 10
 
 
-def test_links_lead_to_files_and_headings_that_are_there() -> None:
+def test_links_lead_to_files_and_headings_that_exist() -> None:
     broken = []
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#\s]*(?:#[^)\s]*)?)\)", page.read_text(encoding="utf-8")):
@@ -93,14 +93,14 @@ EXAMPLES = {
     "ZeRO-1: torch": "profiles.txt",
     '{"step"': "zero1_steps.jsonl",
 }
-"""How a measured example of docs begins → the committed file that it shows."""
+"""How a measured example in docs begins → the committed file that it shows."""
 
 
 @pytest.mark.parametrize("beginning", EXAMPLES)
 def test_measured_examples_are_lines_of_committed_results(
     beginning: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a JSON file the lines that ``report`` prints today, so that the form is today's too."""
+    """For a JSON file, the lines that ``report`` prints today, so that the form is today's too."""
     source = ROOT / "results/reference/cpu_2cores_2026-11-22" / EXAMPLES[beginning]
     text = source.read_text(encoding="utf-8")
     if source.suffix == ".json":

@@ -1,4 +1,4 @@
-"""The files in ``examples``: that they are well formed and ask for what they must. A test runs the one for Slurm."""
+"""The files in ``examples``: that they are well formed and request what they must. Another test runs Slurm's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.real_trials import ROOT
 EXAMPLES = ROOT / "examples"
 
 
-def test_the_kubernetes_job_asks_for_what_a_run_needs_and_its_flags_are_ours() -> None:
+def test_the_kubernetes_job_requests_what_a_run_needs_and_its_flags_are_ours() -> None:
     job = yaml.safe_load((EXAMPLES / "kubernetes" / "job.yaml").read_text())
     pod = job["spec"]["template"]["spec"]
     assert (job["spec"]["backoffLimit"], pod["restartPolicy"]) == (0, "Never")

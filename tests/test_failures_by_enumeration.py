@@ -1,4 +1,4 @@
-"""A run is killed, or its disk fails, at its n-th change of a file, for n = 1, 2, … until it succeeds. Resuming
+"""A run is killed, or its disk fails, at its n-th change to a file, for n = 1, 2, … until it succeeds. Resuming
 completes it: nothing finished is lost, nothing runs twice, and no temporary file remains.
 
 Changes are seen by an audit hook (PEP 578), and ``os.fsync``, which raises no audit event, by a wrapper.
@@ -99,7 +99,7 @@ def _finished(scripted: ScriptedRun) -> int:
 def test_a_run_that_fails_at_any_change_is_completed_by_resuming(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fail: Callable[[str], None]
 ) -> None:
-    monkeypatch.setattr(os, "fsync", lambda _descriptor: None)  # nothing here loses power
+    monkeypatch.setattr(os, "fsync", lambda _descriptor: None)  # no power is lost here
     for number in range(1, 1000):
         scripted = ScriptedRun(tmp_path / str(number), monkeypatch)
         errors = tmp_path / "errors.txt"

@@ -30,7 +30,7 @@ import pytest
 import ds_bench.baselines
 import ds_bench.benchmarks
 import ds_bench.cli
-from tests.support.fakes import FakeLauncher, success  # the only internals: runs that tests script, without processes
+from tests.support.fakes import FakeLauncher, success  # the only internals: runs scripted by tests, without processes
 from tests.support.scripted_run import ScriptedRun
 
 TESTS = Path(__file__).resolve().parent
@@ -148,13 +148,13 @@ def types_by_path(value: Any) -> dict[str, str]:
 
 
 def names_of_files(folder: Path) -> list[str]:
-    """Paths of all files below a folder, with ``STAMP`` for the time that names hold; no hidden ones."""
+    """Paths of all files below a folder, with ``STAMP`` in place of the time in their names; no hidden ones."""
     files = [path.relative_to(folder).as_posix() for path in folder.rglob("[!.]*") if path.is_file()]
     return sorted(re.sub(r"\d{8}_\d{6}", "STAMP", name) for name in files)
 
 
 def call_signature(function: Callable[..., Any]) -> list[str]:
-    """Parameters as a caller sees them: ``name``, ``name=default``; ``*`` before those given by name only."""
+    """Parameters as a caller sees them: ``name``, ``name=default``; ``*`` before those that must be named."""
     parts: list[str] = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is parameter.KEYWORD_ONLY and "*" not in parts:
@@ -289,7 +289,7 @@ OTHER_ROW = "tiny/zero2/batch2-seq32-2ranks"
 def json_documents(run_script: Run, folder: Path) -> dict[str, Any]:
     """Every kind of JSON document that is made for other programs, with most of what it can hold."""
     flags = ("plan", "--num-gpus", "2", "--gpu", "12GB", "--host-memory", "24", "--min-gpus", "--max-batch", "--json")
-    models = {"gpt2": 0, "facebook/opt-1.3b": 1}  # of the larger one nothing fits
+    models = {"gpt2": 0, "facebook/opt-1.3b": 1}  # nothing fits for the larger one
     plans = [
         output_of(*flags, "--batch-size", "8", "--model", model, exit_codes=(code,)) for model, code in models.items()
     ]

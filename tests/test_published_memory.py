@@ -1,4 +1,4 @@
-"""Predictions against published memory figures; their table lies outside the repository, if anywhere."""
+"""Predictions against published memory figures; their table is outside the repository, if it is there at all."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_page_shows_figures_of_the_committed_comparison() -> None:
 def run_forked(
     module: str, *arguments: str, environment: Mapping[str, str], requests: Sequence[Any] = (), **_: Any
 ) -> ToolReply:
-    """``run_tool`` in a fork of this process: importing torch is most of what three programs for each model take."""
+    """``run_tool`` in a fork of this process: importing torch takes most of the time of three programs per model."""
     program = importlib.import_module(f"ds_bench.{module}")
     with tempfile.TemporaryFile("w+") as given, tempfile.TemporaryFile("w+") as answers:
         given.writelines(f"{json.dumps(each)}\n" for each in requests)

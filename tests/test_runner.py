@@ -1,6 +1,6 @@
 """The main path of a run, with a fake launcher: each record saved before it is seen, and an end that loses nothing.
 
-The last part runs the whole way from Options to exit code with that launcher, without a process.
+The last part goes the whole way from Options to exit code with that launcher, without a process.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def test_an_unsupported_trial_is_never_launched_and_its_reason_is_kept(scripted:
 # ------------------------------------------------------------------ resuming
 
 
-def test_a_trial_is_left_without_a_record_that_counts() -> None:
+def test_a_trial_without_a_record_that_counts_remains_to_be_run() -> None:
     plan = [fakes.trial(fakes.zero(stage), trial_id=f"0_{stage}") for stage in (0, 1, 2)]
     done = [fakes.failure(plan[0], "OOM"), fakes.failure(plan[1], "Timeout"), fakes.success(plan[2])]
     clipped = replace(plan[2], ds_config={**plan[2].ds_config, "gradient_clipping": 0.5})
@@ -104,7 +104,7 @@ def test_a_trial_is_left_without_a_record_that_counts() -> None:
 
 
 def test_results_are_in_the_order_of_the_plan_with_the_latest_record_of_each_trial() -> None:
-    """A record of no trial of the plan follows and is not lost."""
+    """A record of a trial outside the plan follows and is not lost."""
     options = fakes.options("zero", "--model", "tiny", "--seq-length", "16", "--stages", "0", "1")
     plan = trial_planner.make_run_plan([options], fakes.make_config, fakes.machine())
     results = ResultBuilder(plan, fakes.environment(), "run")
@@ -144,8 +144,12 @@ def test_a_run_is_resumed_only_as_it_began(
     assert scripted.run(*flags, script=FakeLauncher("Success", "Interrupted")) == 130
     mine.write_text(text.replace("8", "12"))
     for family, more, problem in (
-        ("offload", [], "belongs to the other script"),
-        ("zero", ["--profile", "memory"], "other --profile, --checkpoint or --monitor flags than it began with"),
+        ("offload", [], "was started by zero_stage_comparison.py"),
+        (
+            "zero",
+            ["--profile", "memory"],
+            "different --profile, --checkpoint or --monitor flags from those it began with",
+        ),
         ("zero", ["--profile", "torch"], "the file of mine has changed since the run began"),
     ):
         mine.write_text(text.replace("8", "12") if "mine" in problem else text)
@@ -168,13 +172,13 @@ def test_a_signal_acts_only_while_waiting(number: signal.Signals) -> None:
         with pytest.raises(KeyboardInterrupt), processes.raising_on_interrupt():
             os.kill(os.getpid(), number)
     with processes.handling_signals():
-        os.kill(os.getpid(), number)  # while clearing up: remembered until the next wait
+        os.kill(os.getpid(), number)  # while cleaning up: remembered until the next wait
         os.kill(os.getpid(), signal.SIGTERM)
         assert processes.interrupt_requested()
         with pytest.raises(KeyboardInterrupt), processes.raising_on_interrupt():
             pytest.fail("it went on")
     assert signal.getsignal(number) == before
-    # One that is ignored stays ignored, as nohup and background jobs of a shell ask for.
+    # One that is ignored stays ignored, as nohup and background jobs of a shell require.
     signal.signal(number, signal.SIG_IGN)
     try:
         with processes.handling_signals(), processes.raising_on_interrupt():
@@ -287,7 +291,7 @@ def test_every_fact_is_read_once_and_every_row_planned_and_predicted_once(
         count(owner, name)
     assert scripted.run("--repeats", "2", "--nvme-path", str(tmp_path), family="offload") == 0
     assert counts == {**{name: 1 for _, name in once}, "make_trials": 1, "make_config": 4}
-    # Other configurations are predicted for a row that lacks memory.
+    # Further configurations are predicted for a row that lacks memory.
 
 
 # ------------------------------------------------------------------ what the end of a run says and leaves
@@ -319,7 +323,7 @@ def test_the_end_recommends_a_row_and_leaves_its_configuration(
     assert json.loads(beside.read_text(encoding="utf-8")) == stored
     scripted.output = scripted.output.with_name("none")
     assert scripted.run(script=FakeLauncher("OOM", "OOM", "OOM", "OOM")) == 1
-    assert "✗ No row trained: 4 OOM." in capsys.readouterr().out
+    assert "✗ No row trained: 4 × OOM." in capsys.readouterr().out
     assert not (scripted.folder / "recommended").exists()
     assert json.loads((scripted.folder / "recommendation.json").read_text(encoding="utf-8"))["choice"] is None
     scripted.output = scripted.output.with_name("json")
@@ -369,7 +373,7 @@ def test_output_that_cannot_be_written_costs_neither_the_files_nor_the_configura
 @pytest.mark.parametrize(
     ("method", "call", "shown"), [("write_rows", 3, ["ZeRO-1", "ZeRO-3"]), ("append", 2, ["ZeRO-1"])]
 )
-def test_a_full_disk_costs_no_table_of_rows_that_had_finished(
+def test_a_full_disk_does_not_lose_the_table_of_finished_rows(
     method: str,
     call: int,
     shown: list[str],
@@ -377,7 +381,7 @@ def test_a_full_disk_costs_no_table_of_rows_that_had_finished(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """As the rows are written at the end, or the record of the second trial."""
+    """Full when the rows are written at the end, or the record of the second trial."""
     write, calls = getattr(RunFolder, method), []
 
     def fail_from(*values: Any) -> None:

@@ -32,7 +32,7 @@ _IRRELEVANT = ("launcher", "nvme_path", "supported_precisions")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowChange:
-    """One row of both results."""
+    """One row of one result or both."""
 
     label: str
     before: ComparisonRow | None
@@ -40,14 +40,14 @@ class RowChange:
     ratio: float | None = None
     """Throughput after divided by before; None if the rows are not comparable or one has no numbers."""
     interval: RatioInterval | None = None
-    """95 % interval of ``ratio``, from per-run means; None below three runs of either row."""
+    """95 % interval of ``ratio``, from per-run means; None if either row has fewer than three runs."""
     incomparable_reasons: tuple[str, ...] = ()
     changes: tuple[str, ...] = ()
-    """Differences that may explain a change of speed: versions, steps, the DeepSpeed configuration."""
+    """Differences that may explain a change in speed: versions, steps, the DeepSpeed configuration."""
     caveats: tuple[str, ...] = ()
-    """Caveats that disqualify nothing, with the side they hold for."""
+    """Caveats that disqualify nothing, with the side that they apply to."""
     same_settings: bool = False
-    """Whether both results have the row, with equal workload, placement and configuration."""
+    """Whether both results have the row, with the same workload, placement and configuration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +56,13 @@ class BeforeAfter:
 
     rows: tuple[RowChange, ...]
     hardware: tuple[str, ...]
-    """Differences of the hosts, or one line if the host of a result is unknown: they forbid every ratio."""
+    """Differences between the hosts, or one line if a result's host is unknown: any line forbids every ratio."""
     software: tuple[str, ...]
     settings: tuple[str, ...]
-    """Other differences of the environments."""
+    """Other differences between the environments."""
     environment_unknown: bool
     configs_unknown: bool
-    """Whether a row has no DeepSpeed configuration, so that changes of it are unknown."""
+    """Whether a row has no DeepSpeed configuration, so that changes to it are unknown."""
 
 
 def compare_before_after(before: Result, after: Result) -> BeforeAfter:
@@ -75,7 +75,7 @@ def compare_before_after(before: Result, after: Result) -> BeforeAfter:
     else:
         hardware, software = environment.hardware_differences(a, b), environment.software_differences(a, b)
         settings = environment.setting_differences(a, b)
-    # Rows are paired by model and strategy, in the order of before; then come the rows that only after has.
+    # Rows are paired by model and strategy, in the order of ``before``; then come the rows that only ``after`` has.
     rows: list[RowChange] = []
 
     def name(row: ComparisonRow) -> tuple[object, ...]:
@@ -116,7 +116,7 @@ def _pair(before: ComparisonRow, after: ComparisonRow, hardware: Sequence[str], 
         *(("before", caveat) for caveat in before.caveats if caveat not in shared),
         *(("after", caveat) for caveat in after.caveats if caveat not in shared),
     ]
-    # Losses of rows that are not comparable differ for that reason; another torch or DeepSpeed may change them too.
+    # Losses of rows that are not comparable differ for that reason; a different torch or DeepSpeed may change them too.
     same_versions = {"torch", "deepspeed"}.isdisjoint(each.field for each in changed)
     if not reasons and same_versions and (loss_caveat := _loss_caveat(before, after)):
         caveats.append(("after against before", loss_caveat))
@@ -143,7 +143,7 @@ def _pair(before: ComparisonRow, after: ComparisonRow, hardware: Sequence[str], 
 
 
 def _differences(before: ComparisonRow, after: ComparisonRow) -> list[Difference]:
-    """Return differences of workload, placement and run; of a flat row only its columns are compared."""
+    """Return differences in workload, placement and run; if either row is flat, only columns are compared."""
     runs = before.representative, after.representative
     if not all(run.has_record for run in runs):
         runs = flat_run(runs[0].row), flat_run(runs[1].row)
@@ -160,15 +160,15 @@ def _loss_caveat(before: ComparisonRow, after: ComparisonRow) -> Caveat | None:
         ranks = run.ranks
         if len(wrappers) == 1:  # the known effect of a wrapper on the loss is then the same in both rows
             ranks = tuple(replace(rank, engine_optimizer_class="") for rank in ranks)
-        # compare_losses groups rows by workload: both get the same, so that a different number of steps does not
-        # separate them.
+        # compare_losses groups rows by workload: both get the same one, so that a different number of steps does
+        # not separate them.
         trial = replace(run.trial, workload=runs[0].trial.workload)
         runs[index] = replace(run, stored=replace(run.stored, trial=trial, ranks=ranks))
     return next(iter(compare_losses(runs).values()), None)
 
 
 def _config_changes(a: Run, b: Run) -> Iterator[str]:
-    """Return differences of the optimizers, and of each configuration key as written and as DeepSpeed resolved it."""
+    """Return differences in the optimizer, and in each configuration key as written and as DeepSpeed resolved it."""
     if None not in (a.row.optimizer, b.row.optimizer):
         yield from (each.text for each in differences({"optimizer": a.row.optimizer}, {"optimizer": b.row.optimizer}))
     if not (a.has_record and b.has_record):
@@ -179,7 +179,7 @@ def _config_changes(a: Run, b: Run) -> Iterator[str]:
     yield from (each.text for each in written)
     if a.ranks and b.ranks:
         known = {each.fact for each in written}
-        # The rest are defaults that differ, as between versions.
+        # The rest are defaults that differ, for example between versions.
         for each in differences(a.ranks[0].resolved_config, b.ranks[0].resolved_config):
             if each.fact not in known and not (each.fact in USED_UP and None in (each.a, each.b)):
                 yield f"{each.text} (as DeepSpeed resolved it)"

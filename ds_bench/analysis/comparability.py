@@ -24,7 +24,7 @@ def group_repeats(runs: Sequence[Run]) -> dict[str, list[Run]]:
     """Group runs by row key, in order of first appearance.
 
     Trials that do the same work form one row, whatever their configuration's name; the row has the key of the first.
-    Runs of a row that are not comparable (another GPU, other versions) form separate groups, the later ones under
+    Runs of a row that are not comparable (different GPUs or versions) form separate groups, the later ones under
     ``<key>-2`` and so on. A run that measured nothing is in the first group.
     """
     groups: dict[str, list[Run]] = {}
@@ -42,7 +42,7 @@ def group_repeats(runs: Sequence[Run]) -> dict[str, list[Run]]:
                 work = run.row.config_hash + work_key(run.trial, leave_out=leave_out)
             keys[part_ids] = key_of_work.setdefault(work, row_key(run.trial))
         key = keys[part_ids]
-        # A run that measured nothing has no facts to differ by.
+        # A run that measured nothing has no facts that could differ.
         if _is_measured(run):
             known = run_facts(run), run.row.config_hash
             known_variants = variants.setdefault(key, [])
@@ -88,7 +88,7 @@ def incomparable_facts(a: Run, b: Run) -> list[Difference]:
 
 
 def may_differ(a: Trial, b: Trial) -> set[str]:
-    """Return the facts that may differ between comparable rows: what the comparison varies, and a searched size.
+    """Return the facts that may differ between comparable rows: what the comparison varies, and a size found by search.
 
     A comparison may vary how a step is computed, what an axis sets, a file's own batch, or how many ranks share data.
     """
@@ -152,7 +152,7 @@ _MAX_FACTS = 3
 
 
 def unique_labels(runs: Sequence[Run]) -> list[str]:
-    """Return a unique label for each row: the configuration's, with the facts that distinguish rows of equal labels."""
+    """Return a unique label for each row: the configuration's, with facts that distinguish rows with equal labels."""
     labels = [run.trial.configuration.label for run in runs]
     indices: dict[str, list[int]] = {}
     for index, label in enumerate(labels):

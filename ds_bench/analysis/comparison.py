@@ -46,7 +46,7 @@ class ComparisonRow:
     """One row: a configuration with its repeats. Figures are for the whole job unless noted; None if not measured."""
 
     key: str
-    """``identity.row_key`` of its first trial. If runs of one trial are not comparable (another GPU, other versions),
+    """``identity.row_key`` of its first trial. If runs of one trial are not comparable (different GPUs or versions),
     the keys of the later rows end in ``-2``, ``-3`` and so on (``comparability.group_repeats``)."""
     label: str
     """Short text for tables, unique within the comparison."""
@@ -58,15 +58,16 @@ class ComparisonRow:
     mean_step_seconds: float | None = None
     """Geometric mean of the successful runs' means."""
     step_seconds_std: float | None = None
-    """Sample standard deviation of the runs' means; of the steps of the run if there is only one."""
+    """Sample standard deviation of the runs' means; of the run's steps if there is only one run."""
     interval: tuple[float, float] | None = None
-    """95 % confidence interval of ``tokens_per_second``; None below three successful runs."""
+    """95 % confidence interval of ``tokens_per_second``; None with fewer than three successful runs."""
     is_baseline: bool = False
     """Whether ratios refer to this row."""
     ratio: float | None = None
     """``tokens_per_second`` divided by the baseline's; None if the rows are not comparable."""
     ratio_interval: RatioInterval | None = None
-    """Confidence interval of ``ratio`` (``intervals.RowRatios``); None below three successful runs of either row."""
+    """Confidence interval of ``ratio`` (``intervals.RowRatios``); None if either row has fewer than three successful
+    runs."""
     tokens_per_second_per_gb: float | None = None
     """Tokens/s per GB (2**30) of peak device memory of the fullest rank; None on the CPU accelerator."""
     gpu_peak_bytes: int | None = None
@@ -92,7 +93,7 @@ class ComparisonRow:
     def nearest_to_mean(self) -> list[Run]:
         """Successful runs, ordered by how close their throughput is to the row's.
 
-        A chart or text that shows a single run takes the first of these that has the data, so that all of them show
+        A chart or text that shows a single run uses the first of these that has the data, so that all of them show
         the same run.
         """
         mean = self.tokens_per_second or 0.0
@@ -157,7 +158,7 @@ class ComparisonRow:
 
     @property
     def leaves_room(self) -> bool:
-        """Whether it uses at most ``NEAR_CAPACITY`` of the GPU, as far as known, or fills the GPU on purpose."""
+        """Whether it uses at most ``NEAR_CAPACITY`` of the GPU, as far as is known, or fills the GPU on purpose."""
         return self.fills_memory or (self.gpu_fraction or 0.0) <= trial_caveats.NEAR_CAPACITY
 
     @property
@@ -364,7 +365,7 @@ def _means(rows: Sequence[ComparisonRow]) -> dict[str, list[RunMean]]:
     """The successful runs of every row, each with its position among all of them by start time.
 
     ``started_at`` has a resolution of one second; runs that start in the same second are ordered by round and by
-    position in the round. Without these, the runs of one round share a position.
+    position in the round. If times and positions are unknown, the runs of one round share a position.
     """
 
     def round_of(run: Run) -> int:
@@ -389,8 +390,8 @@ def ratio_between(row: ComparisonRow, other: ComparisonRow) -> RatioInterval | N
     """Return the throughput of ``row`` divided by the throughput of ``other``, with its confidence interval.
 
     For two rows of one comparison all runs of the comparison are used, at a level that is corrected for the number of
-    rows (``intervals.RowRatios.between``); for rows of two comparisons their own runs, at 95 %. None below three
-    successful runs of either row, and for a row and itself. Rows of one comparison must be comparable.
+    rows (``intervals.RowRatios.between``); for rows of two comparisons, their own runs, at 95 %. None if either
+    row has fewer than three successful runs, or if both are the same row. Rows of one comparison must be comparable.
     """
     if row.ratios is not None and row.ratios is other.ratios:
         return _mark_if_too_wide(row.ratios.between(row.key, other.key), row)
@@ -399,7 +400,7 @@ def ratio_between(row: ComparisonRow, other: ComparisonRow) -> RatioInterval | N
 
 
 def _mark_if_too_wide(interval: RatioInterval | None, row: ComparisonRow) -> RatioInterval | None:
-    """The interval; on the CPU accelerator marked if it is too wide to decide anything."""
+    """The interval, marked on the CPU accelerator if it is too wide to decide anything."""
     return interval.on_shared_processor if interval is not None and row.on_cpu else interval
 
 
@@ -416,7 +417,7 @@ def _pareto_front(rows: Sequence[tuple[ComparisonRow, int | None]]) -> tuple[str
     front, least_bytes = set(), math.inf
     for _, members in groupby(sorted(points), key=lambda point: point[0]):  # fastest first
         group = list(members)
-        # From the fastest on: a row belongs to the front if it takes less than every faster one.
+        # From the fastest on: a row belongs to the front if it needs less memory than every faster one.
         if group[0][1] < least_bytes:
             least_bytes = group[0][1]
             front |= {key for _, memory_bytes, key in group if memory_bytes == least_bytes}

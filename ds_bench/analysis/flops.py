@@ -1,7 +1,8 @@
 """Floating-point operations (FLOPs) per token, and peak rates of devices, for model FLOPs utilization (MFU).
 
-FLOPs are computed from the model's shape, never measured; a multiply-add counts as two. Conventions differ by 3 to 16 %
-on common models, so each number is stored with its convention; do not compare numbers of different conventions.
+FLOPs are computed from the model's shape or, if it is unknown, counted by operation (``worker.flop_count``); a
+multiply-add counts as two. Conventions differ by 3 to 16 % on common models, so each number is stored with its
+convention; do not compare numbers of different conventions.
 
 Peak rates come from a table of devices (``system/device_specifications.json``), found by name. A device missing from
 the table has no peak rate: the rate of a similar device is never assumed.
@@ -71,7 +72,7 @@ def mean_peak_flops(device_names: tuple[str, ...], precision: str) -> float | No
 
     ``device_names``: as NVML or torch reports them. ``precision``: fp32 is true fp32, without tensor cores on NVIDIA.
     A rate is unknown if the device is not in the table or lacks such units (bf16 on a V100). A slice of a device (MIG,
-    vGPU) and a variant (Laptop, Ti, D) count as other devices.
+    vGPU) and a variant (Laptop, Ti, D) count as different devices.
     """
     rates = [device_specifications.peak_tflops(name, precision) for name in device_names]
     known = [rate * 1e12 for rate in rates if rate is not None]

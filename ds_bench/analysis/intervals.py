@@ -2,7 +2,7 @@
 
 The sample is the run, not the step. Steps of one run share its clocks, its temperature and its place in memory, so they
 are not independent; counting them as samples finds differences that do not exist. Rows of one comparison are analyzed
-together (:class:`RowRatios`); rows of two results, which share no rounds, by Welch's interval
+together (:class:`RowRatios`); rows of two results, which share no rounds, with Welch's interval
 (:func:`ratio_interval`). All computations are on logarithms: means are geometric means, differences are ratios.
 """
 
@@ -25,7 +25,7 @@ below ``ERROR_RATE``: noise that lasts from run to run adds false differences (`
 _TEST_LEVEL = 0.01
 """Significance level of the test for differing rounds, and of all tests together for a row that varies more than the
 others."""
-_MIN_FREEDOM_WITH_BLOCKS = 4
+_MIN_DF_WITH_BLOCKS = 4
 """Degrees of freedom that must remain for the noise if rounds are blocks."""
 _MAX_BLOCKS = 200
 """Largest number of rounds that are used as blocks; with more, only the trend is fitted."""
@@ -63,14 +63,14 @@ class RatioInterval:
     def on_shared_processor(self) -> RatioInterval:
         """This interval, marked ``too_wide`` if its ends are more than a factor of two apart.
 
-        Ranks on the CPU accelerator share their processors with all other programs: such a spread comes from what else
-        ran, not from the rows.
+        Ranks on the CPU accelerator share their processors with all other programs: such a spread comes from those
+        programs, not from the rows.
         """
         return replace(self, too_wide=self.high > _MAX_RATIO_ON_SHARED_PROCESSOR * self.low)
 
 
 def sample_std(values: Sequence[float]) -> float | None:
-    """Sample standard deviation; None below two values.
+    """Sample standard deviation; None with fewer than two values.
 
     ``statistics.stdev`` computes in exact fractions, which is too slow for thousands of records.
     """
@@ -103,16 +103,17 @@ def ratio_interval(values: Sequence[float], baseline: Sequence[float]) -> RatioI
     samples = [[math.log(value) for value in each] for each in (values, baseline)]
     difference = statistics.fmean(samples[0]) - statistics.fmean(samples[1])
     variances = [(sample_std(logs) or 0.0) ** 2 / len(logs) for logs in samples]
-    freedom = _satterthwaite(variances, [len(logs) - 1 for logs in samples])
-    margin = student_t_quantile(1 - ERROR_RATE / 2, freedom) * math.sqrt(math.fsum(variances))
+    df = _satterthwaite(variances, [len(logs) - 1 for logs in samples])
+    margin = student_t_quantile(1 - ERROR_RATE / 2, df) * math.sqrt(math.fsum(variances))
     ratio, low, high = (_exp(difference + shift) for shift in (0.0, -margin, margin))
-    return RatioInterval(ratio=ratio, low=low, high=high, degrees_of_freedom=freedom)
+    return RatioInterval(ratio=ratio, low=low, high=high, degrees_of_freedom=df)
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
     """Student's 95 % interval of the geometric mean of per-run means, from their logarithms: its ends are positive.
 
-    None below three runs, if a value is not positive and finite, or if the upper end exceeds the largest float.
+    None with fewer than three runs, with a value that is not positive and finite, or if the upper end exceeds the
+    largest float.
     """
     if not _enough_positive_values(values):
         return None
@@ -133,13 +134,13 @@ def _enough_positive_values(values: Sequence[float]) -> bool:
     return len(values) >= FEWEST_RUNS and all(math.isfinite(value) and value > 0 for value in values)
 
 
-def _satterthwaite(variances: Sequence[float], freedoms: Sequence[float]) -> float:
-    """Degrees of freedom of a sum of estimated variances: (Σ v)² / Σ (v² / f). The sum of ``freedoms`` if all are 0."""
+def _satterthwaite(variances: Sequence[float], dfs: Sequence[float]) -> float:
+    """Degrees of freedom of a sum of estimated variances: (Σ v)² / Σ (v² / f). The sum of ``dfs`` if all are 0."""
     total = math.fsum(variances)
     if total == 0:
-        return float(sum(freedoms))
+        return float(sum(dfs))
     shares = [variance / total for variance in variances]  # squares of tiny variances would underflow
-    return 1 / math.fsum(share**2 / freedom for share, freedom in zip(shares, freedoms, strict=True))
+    return 1 / math.fsum(share**2 / df for share, df in zip(shares, dfs, strict=True))
 
 
 def student_t_quantile(p: float, df: float) -> float:
@@ -184,7 +185,7 @@ class RowRatios:
     Model: the logarithm of a run's mean is the level of its row, plus a linear trend over the order of the starts, plus
     noise. If rounds differ by more than that (F test at 1 %), they are blocks. The noise variance is estimated from all
     rows together; a row that varies far more than the others (F tests at 1 % in all) has its own estimate. An interval
-    spans the ratio of the geometric means as measured and without trend and blocks, plus the margin on both sides.
+    spans the ratios of the geometric means as measured and without trend and blocks, plus the margin on both sides.
     Noise that lasts from run to run is not independent, but the shuffled order of the runs
     (``planning.trial_planner``) still keeps false differences rare (``bench/false_differences.py``).
 
@@ -202,7 +203,7 @@ class RowRatios:
         self._level = ERROR_RATE if len(usable) < 3 else _TABLE_LEVEL
         self._levels: dict[str, float] = {}
         self._from_baseline: dict[str, LogDifference] = {}
-        # between() then never needs the fit.
+        # With fewer than two rows, between() never needs the fit.
         if len(usable) < 2:
             return
         indices = [self._index[key] for key, runs in usable.items() for _ in runs]
@@ -344,19 +345,19 @@ class RunFit:
         if self._may_have_blocks:
             both = self._covariates(np.hstack([self._trend, self._rounds]))
             # If the order within every round is the same, rounds and trend cannot be estimated together.
-            if both.rank > self._covariates(self._rounds).rank and both.freedom >= _MIN_FREEDOM_WITH_BLOCKS:
+            if both.rank > self._covariates(self._rounds).rank and both.df >= _MIN_DF_WITH_BLOCKS:
                 # Rounds are blocks if they explain more than chance would.
                 removed_with_blocks, residuals_with_blocks = both.explain(self._within_rows)
                 before, after = (float((each[counted] ** 2).sum()) for each in (residuals, residuals_with_blocks))
-                spent = trend.freedom - both.freedom
-                # F test: ((before − after) / spent) / (after / freedom), multiplied out because ``after`` may be 0.
-                if (before - after) * both.freedom > fdtri(spent, both.freedom, 1 - _TEST_LEVEL) * spent * after:
+                spent = trend.df - both.df
+                # F test: ((before − after) / spent) / (after / df), multiplied out because ``after`` may be 0.
+                if (before - after) * both.df > fdtri(spent, both.df, 1 - _TEST_LEVEL) * spent * after:
                     self._used, removed, residuals = both, removed_with_blocks, residuals_with_blocks
-        squares, own_freedom = self._row_means(residuals**2) * self._counts, self._counts - 1
+        squares, own_df = self._row_means(residuals**2) * self._counts, self._counts - 1
         self._adjusted = self._means - removed
-        self._common_variance = float(squares[~noisy].sum() / self._used.freedom)
-        self._variances = np.where(noisy, squares / own_freedom, self._common_variance)
-        self._freedoms = np.where(noisy, own_freedom, float(self._used.freedom))
+        self._common_variance = float(squares[~noisy].sum() / self._used.df)
+        self._variances = np.where(noisy, squares / own_df, self._common_variance)
+        self._dfs = np.where(noisy, own_df, float(self._used.df))
         return squares
 
     def _find_noisy_rows(self, squares: Any) -> Any:
@@ -367,35 +368,33 @@ class RunFit:
         import numpy as np
         from scipy.special import fdtri
 
-        # The degrees of freedom belong to all rows together: each row gets a share by its number of runs.
-        freedoms = self._freedoms * self._counts / self._counts.sum()
+        # The degrees of freedom belong to all rows together: each row gets a share in proportion to its runs.
+        dfs = self._dfs * self._counts / self._counts.sum()
         noisy = np.zeros(len(squares), dtype=bool)
         for _ in range(len(squares) - 2):
             # -1 is below any variance, so a row already marked is not chosen again.
-            noisiest = np.where(noisy, -1.0, squares / freedoms).argmax()
-            own, own_freedom = squares[noisiest], freedoms[noisiest]
-            rest, rest_freedom = squares[~noisy].sum() - own, freedoms[~noisy].sum() - own_freedom
-            limit = fdtri(own_freedom, rest_freedom, 1 - _TEST_LEVEL / len(squares))
+            noisiest = np.where(noisy, -1.0, squares / dfs).argmax()
+            own, own_df = squares[noisiest], dfs[noisiest]
+            rest, rest_df = squares[~noisy].sum() - own, dfs[~noisy].sum() - own_df
+            limit = fdtri(own_df, rest_df, 1 - _TEST_LEVEL / len(squares))
             # Multiplied out, since the rest may be 0, or below 0 by rounding.
-            if own * rest_freedom <= limit * own_freedom * max(rest, 0.0):
+            if own * rest_df <= limit * own_df * max(rest, 0.0):
                 break
             noisy[noisiest] = True
         return noisy
 
     def difference(self, row: int, other: int) -> LogDifference:
         """Return the difference between the mean logarithms of two rows."""
-        # The noise in the two rows' means, plus what the estimated slopes add.
+        # The noise in the two rows' means, plus that of the estimated slopes.
         variances = [float(self._variances[each] / self._counts[each]) for each in (row, other)]
         slopes = self._common_variance * self._used.variance_factor(row, other)
-        freedoms = [float(self._freedoms[each]) for each in (row, other)]
+        dfs = [float(self._dfs[each]) for each in (row, other)]
         return LogDifference(
             plain=float(self._means[row] - self._means[other]),
             adjusted=float(self._adjusted[row] - self._adjusted[other]),
             standard_error=math.sqrt(sum(variances) + slopes),
             # Rows that share one variance share its degrees of freedom.
-            degrees_of_freedom=_satterthwaite(variances, freedoms)
-            if self._noisy[row] or self._noisy[other]
-            else freedoms[0],
+            degrees_of_freedom=_satterthwaite(variances, dfs) if self._noisy[row] or self._noisy[other] else dfs[0],
         )
 
 
@@ -417,12 +416,12 @@ class _Covariates:
         kept = scales > 1e-9
         self.rank = int(kept.sum())
         self._solution = (right[kept].T / scales[kept]) @ left[:, kept].T
-        """Pseudo-inverse: its product with the runs' values is the slopes."""
+        """Pseudo-inverse: its product with the runs' values gives the slopes."""
         # Runs minus one level per row, minus the slopes.
-        self.freedom = int(counted.sum() - (~noisy).sum()) - self.rank
+        self.df = int(counted.sum() - (~noisy).sum()) - self.rank
 
     def explain(self, within_rows: Any) -> tuple[Any, Any]:
-        """Return what the columns explain of each row's mean, and what they leave of each run's deviation from it."""
+        """Return the part of each row's mean that the columns explain, and the rest of each run's deviation from it."""
         slopes = self._solution @ within_rows
         return self._row_means @ slopes, within_rows - self._within_rows @ slopes
 

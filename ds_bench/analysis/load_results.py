@@ -45,7 +45,7 @@ _VALUE_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """The content of one result; None or empty if its files do not hold it."""
+    """The content of one result; fields that its files do not hold are None or empty."""
 
     source: Path
     """The path that the user named."""
@@ -108,10 +108,10 @@ def make_runs(
 def _load(path: Path, whole: bool) -> Result:
     if path.is_dir():
         if not _holds_run(path):
-            # A run that was killed at once leaves an empty folder; any other folder was named by mistake.
+            # A run that was killed immediately leaves an empty folder; any other folder was named by mistake.
             kind = NoTrialsError if path.resolve().parent.name == "runs" else UsageError
             remedy = "give <output-dir>/runs/<run> or a result's .json"
-            raise kind(f"{path} holds no {RUN_FILE} and no {RECORDS_FILE}", remedy=remedy)
+            raise kind(f"{path} holds neither {RUN_FILE} nor {RECORDS_FILE}", remedy=remedy)
         return _load_run(path, path, whole)
     if path.name in (RUN_FILE, RECORDS_FILE):
         with json_files.opened(path):  # raises UsageError unless it exists and is a file
@@ -244,7 +244,7 @@ def _load_flat_json(path: Path, data: bytes, whole: bool) -> Result:
         except UsageError as error:
             notes.append(f"its run folder cannot be used: {error}")
         else:
-            # The file may have been edited, or lie next to another run's folder.
+            # The file may have been edited, or be next to another run's folder.
             if [each.row for each in run.runs] == rows:
                 return run
             notes.append(f"{folder} and {path.name} hold different rows: the file is used")
@@ -293,7 +293,7 @@ _WORKLOAD_COLUMNS = (
     "batch_policy", "seq_policy", "pass_type", "synchronized", "vocab_size", "dropout", "lora", "freeze",
     "batch_size", "seq_length", "grad_accum", "activation_checkpointing",
 )  # fmt: skip
-"""Columns that have the name of a field of the workload."""
+"""Columns with the same name as a field of the workload."""
 _preset = cache(find_preset)
 
 
@@ -385,7 +385,7 @@ def _emulated_bytes(row: Row) -> int | None:
     if not (row.gpu_total_gb and row.gpu_percent and used):
         return None
     size = used / (row.gpu_percent / 100)
-    # For a real GPU, this is its total again, except for rounding.
+    # For a real GPU, this equals its total, except for rounding.
     return round(size * BYTES_PER_GB) if size < row.gpu_total_gb * (1 - 1e-6) else None
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
-from ..config.axes import other_arithmetic
+from ..config.axes import changed_arithmetic
 from ..config.caveats import LOSS_KINDS, Caveat, CaveatKind, has_kind, note
 from ..config.spec import SAME_TRAINING_FIELDS, Configuration, Workload
 from ..records.schema import TrialRecord
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from .row import Run
 
 _EARLY_STEPS = 10
-"""Number of first steps whose losses and gradient norms are compared: later on, rounding makes
-even correct rows diverge."""
+"""Number of first steps whose losses and gradient norms are compared: later on, rounding makes even correct rows
+diverge."""
 _LOSS_TOLERANCE = {"fp32": 2e-4, "bf16": 5e-3, "fp16": 5e-3}
 """Relative difference of the losses that rounding explains in the first ten steps, by precision."""
 _GRAD_NORM_TOLERANCE = {"fp32": 1e-3, "bf16": 3e-2, "fp16": 3e-2}
 """The same for the gradient norms; measured like ``_WEIGHT_TOLERANCE``: at most 3e-6 in fp32, 1.2e-3 in bf16."""
 _OTHER_FORMAT_TOLERANCE = 0.02
-"""Relative difference of the losses that another number format or compressed communication explains."""
+"""Relative difference of the losses that a different number format or compressed communication explains."""
 _STAGE0_WRAPPERS = ("FP16_UnfusedOptimizer", "FP16_Optimizer")
 """Classes of DeepSpeed's optimizer wrapper that have the quirk (``CaveatKind.LOSS_QUIRK``)."""
 _QUIRK_MIN_DIFFERENCE = 2e-5
@@ -53,8 +53,8 @@ _WEIGHT_TOLERANCE = {"fp32": 2e-3, "bf16": 5e-2, "fp16": 5e-2}
 
 Measured on the CPU (``bench/training_mutants.py``: ``tiny``, stages 0 to 3, offload, DDP, FSDP2): at most 3.4e-5 in
 fp32; in bf16 8e-3 with DeepSpeed's CPU Adam and 3.6e-2 with DDP, which trains under autocast. A doubled learning rate
-gives 1.0; betas of 0.8 and 0.99 instead of 0.9 and 0.999 give 0.054. Another weight decay (4.7e-3 in fp32, 1.3e-2 in
-bf16) and no clipping (7.6e-3, 1.6e-2) are lost in bf16 rounding; there only the settings read back reveal them.
+gives 1.0; betas of 0.8 and 0.99 instead of 0.9 and 0.999 give 0.054. A different weight decay (4.7e-3 in fp32, 1.3e-2
+in bf16) and no clipping (7.6e-3, 1.6e-2) are lost in bf16 rounding; there only the settings read back reveal them.
 """
 _LATE_TOLERANCE = {"fp32": 1e-2, "bf16": 2e-2, "fp16": 2e-2}
 """Relative difference up to which figures of the whole run never count as different. After 705 steps correct rows
@@ -71,7 +71,7 @@ _Group = dict[int, "Run"]
 
 
 def with_loss_caveats(runs: Sequence[Run]) -> list[Run]:
-    """Return the runs with the caveats and cosines that comparing them gives.
+    """Return the runs with the caveats and cosines found by comparing them.
 
     A run that has a caveat about its loss gets no second one.
     """
@@ -109,7 +109,7 @@ def with_loss_caveats(runs: Sequence[Run]) -> list[Run]:
 def compare_losses(runs: Sequence[Run]) -> dict[int, Caveat]:
     """Return caveats by index, for rows that did not train as the reference row of their workload did.
 
-    The reference is the row with which most other strategies agree; among equals one that is not of stage 3, then the
+    The reference is the row with which most other strategies agree; among equals, one that is not at stage 3, then the
     first. A row with the known quirk of stage 0 is never the reference.
     """
     caveats = dict[int, Caveat]()
@@ -130,7 +130,7 @@ def _differences(reference: Run, group: _Group) -> dict[int, Caveat]:
 def _group_equal_batches(runs: Sequence[Run]) -> list[_Group]:
     """Group rows that should train alike, on the same batches; rows without finite losses are in no group."""
     groups: list[tuple[tuple[object, ...], _Group]] = []
-    # By id: thousands of records share few workloads, and making a copy validates it again.
+    # By id: thousands of records share only a few workloads, and making a copy validates it again.
     common: dict[int, Workload] = {}
     for index, run in enumerate(runs):
         # Rows of a script were compared before (script_work).
@@ -139,7 +139,7 @@ def _group_equal_batches(runs: Sequence[Run]) -> list[_Group]:
         row, trial = run.row, run.trial
         if id(trial.workload) not in common:
             common[id(trial.workload)] = replace(trial.workload, **_COMMON_VALUES)
-        other = other_arithmetic(trial.configuration.axis_values), trial.common_settings
+        other = changed_arithmetic(trial.configuration.axis_values), trial.common_settings
         batch = row.batch_size, row.grad_accum, row.data_parallel_size, common[id(trial.workload)], other
         # A workload holds mappings, so it cannot be a dictionary key.
         group = next((group for known, group in groups if known == batch), None)
@@ -207,7 +207,7 @@ def _arithmetic_settings(config: Mapping[str, Any]) -> dict[str, Any]:
         kind = "adamw"
     return {
         "optimizer": (kind, {key: value for key, value in params.items() if key not in _IMPLEMENTATION}),
-        # 1.0 is DeepSpeed's default since 0.19.3.
+        # 1.0 has been DeepSpeed's default since 0.19.3.
         "gradient_clipping": config.get("gradient_clipping", 1.0),
         "bf16": {key: value for key, value in bf16.items() if key.startswith(("bf16", "immediate")) and value},
         **{key: config.get(key) or None for key in _ARITHMETIC},
@@ -256,7 +256,7 @@ def _other_training(runs: Sequence[Run]) -> dict[int, Caveat]:
 
 
 def _may_train_otherwise(run: Run) -> bool:
-    other = other_arithmetic(run.trial.configuration.axis_values)
+    other = changed_arithmetic(run.trial.configuration.axis_values)
     return _is_of_file(run) or "optimizer" in other
 
 
@@ -286,7 +286,7 @@ def _reference_row(group: _Group) -> Run | None:
     """
     rows: dict[str, list[Run]] = {}
     for run in group.values():
-        # Compared with it, every correct row would look wrong.
+        # Compared with a row that has the quirk, every correct row would look wrong.
         if not _has_stage0_quirk(run):
             rows.setdefault(run.trial.configuration.name, []).append(run)
     # More runs of a row say nothing new, and comparing every run with every other would take too long.
@@ -453,7 +453,7 @@ def _greatest_difference(a: Sequence[float | None], b: Sequence[float | None]) -
 
 
 def _unexplained_norm(reference: Run, run: Run, tolerance: float, *, quirk: bool) -> float:
-    """Largest relative difference of the gradient norms that is above the limit of its step; 0 if there is none.
+    """Largest relative difference of the gradient norms that is above the limit for its step; 0 if there is none.
 
     A row with the quirk starts from the same weights and then lags behind by less than one step: by 0.26 after the
     first, by 0.67 after ten. The first norm is the same up to rounding, and a later one may also differ by as much as

@@ -83,7 +83,7 @@ class _GroupBuilder:
         return work_key(ours, leave_out=leave_out) == work_key(theirs, leave_out=leave_out)
 
     def differences(self, other: _GroupBuilder) -> list[str]:
-        """Return differences of hardware, versions and method. An environment that only one side has is one."""
+        """Return differences in hardware, versions and method. An environment that only one side has counts as one."""
         ours, theirs = self.environment, other.environment
         found = []
         if ours is not None and theirs is not None:
@@ -134,7 +134,7 @@ def merge(results: Sequence[Result]) -> tuple[ResultGroup, ...]:
     notes: list[str] = []
     seen: set[tuple[Any, ...]] = set()
     kept: dict[int, list[Run]] = {}
-    # Records first: of a run given twice, the record is kept rather than its flat row.
+    # Records first: if a run is given twice, its record is kept rather than its flat row.
     for number in sorted(range(len(results)), key=lambda number: not results[number].has_records):
         kept[number] = [run for run in results[number].runs if identity(run.row) not in seen]
         seen.update(identity(run.row) for run in kept[number])
@@ -176,8 +176,8 @@ def merge(results: Sequence[Result]) -> tuple[ResultGroup, ...]:
 
 
 def identity(row: Row) -> tuple[Any, ...]:
-    """Return an identity that a record and its flat row share, and two launched trials do not."""
-    # JSON of another writer may round the throughput.
+    """Return an identity that a record and its flat row share, and that two launched trials do not share."""
+    # JSON from a different writer may round the throughput.
     rate = row.throughput_tokens_per_sec and f"{row.throughput_tokens_per_sec:.9g}"
     trial = row.model, row.strategy, row.stage, row.num_gpus, row.trial_id, row.repeat, row.warmup_steps, row.num_steps
     run = row.run_id if row.started_at is None else None  # a trial that was not launched has no times of its own

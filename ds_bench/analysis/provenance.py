@@ -68,7 +68,7 @@ def resume_command(options: Options, folder: Path) -> OpenCommand:
 def machine(environment: Environment) -> dict[str, str]:
     """Return the known facts that a reader needs to judge figures: label → text, in reading order.
 
-    For several hosts each value is listed once, with its hosts if they differ.
+    For several hosts, each value is listed once, with its hosts unless all share it.
     """
     if environment.hosts:
         of_hosts = [(each.hostname, machine(each)) for each in environment.hosts]

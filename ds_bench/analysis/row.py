@@ -1,4 +1,4 @@
-"""The columns of JSON and CSV (:class:`Row`, docs/metrics.md), computed from a record, and :class:`Run`, a row with it.
+"""The columns of JSON and CSV (:class:`Row`, docs/metrics.md), computed from a record, and :class:`Run`: both together.
 
 A column is declared once, with its meaning, source and unit. ``_gb`` is 2**30 bytes, ``_ms`` milliseconds; None means
 not measured.
@@ -159,7 +159,10 @@ class Measured:
 
     @cached_property
     def mean_step_seconds(self) -> float | None:
-        """Length of the window, which begins and ends with a device synchronization, divided by its steps."""
+        """Length of the window divided by its steps.
+
+        The window begins with a device synchronization and, if ``Workload.synchronized``, ends with one.
+        """
         return self.slowest.window_seconds / len(self.slowest.step_seconds) if self.slowest else None
 
     @cached_property
@@ -201,7 +204,7 @@ class Measured:
 
     @cached_property
     def flops(self) -> dict[str, Any]:
-        """FLOPs per token, by formula if the model's shape is known and else as counted; and their rates.
+        """FLOPs per token, by formula if the model's shape is known, otherwise as counted, and their rates.
 
         The formula comes first, so that all rows of a known model share one convention; figures of two conventions are
         not comparable.
@@ -368,7 +371,8 @@ def column(meaning: str, source: str | Source, unit: str = "", default: Any = No
     """Declare a column.
 
     ``source``: a function, or attributes and keys of :class:`Measured` joined by dots; if one of them is None or a key
-    is missing, the value is None. ``default``: ``...`` if every row has the column. ``signed``: it may be negative.
+    is missing, the value is None. ``default``: ``...`` if every row has the column. ``signed``: it may have negative
+    values.
     """
     names = source.split(".") if isinstance(source, str) else []
 
@@ -381,9 +385,9 @@ def column(meaning: str, source: str | Source, unit: str = "", default: Any = No
         return found
 
     read = read_attributes if isinstance(source, str) else source
-    least, most = (None, None) if signed else (0, _LARGEST)
+    minimum, maximum = (None, None) if signed else (0, _LARGEST)
     made = Column(read, unit, _SCALES.get(unit))
-    return Field(default, description=meaning, ge=least, le=most, json_schema_extra=made)
+    return Field(default, description=meaning, ge=minimum, le=maximum, json_schema_extra=made)
 
 
 def text(meaning: str, source: str | Source, default: Any = None) -> Any:
@@ -442,7 +446,7 @@ def _ledger(tier: str, category: str) -> Callable[[Measured], Any]:
 class Row(BaseModel):
     """The numbers of one trial, exactly as JSON and CSV hold them, in the order of their columns.
 
-    Figures are of the whole job unless the meaning says otherwise.
+    Figures are for the whole job unless the column's meaning says otherwise.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
@@ -476,7 +480,7 @@ class Row(BaseModel):
         "Peak resident size of a node's ranks, fullest node", lambda m: _largest(m.host_peaks.values()), "GB"
     )
     success: bool = text("Whether every rank finished its measurement", "record.outcome.success", ...)
-    status: str = text("How the trial ended, with a sign", lambda m: status_text(m.record.outcome.status), ...)
+    status: str = text("How the trial ended, with a symbol", lambda m: status_text(m.record.outcome.status), ...)
     error: str | None = text("What happened, in one line", "record.outcome.error")
     error_details: str | None = text("Cause, phase, rank and log", "record.outcome.details")
     caveats: str | None = text("Texts of ``caveat_list``", _later)
@@ -489,7 +493,9 @@ class Row(BaseModel):
         "Number format", lambda m: m.script.precision if m.script else m.trial.workload.precision, ...
     )
     batch_policy: str | None = text("``given`` or ``largest``", "trial.workload.batch_policy")
-    activation_checkpointing: bool | None = text("Recomputes activations", _built_in("activation_checkpointing"))
+    activation_checkpointing: bool | None = text(
+        "Whether activations are recomputed", _built_in("activation_checkpointing")
+    )
     optimizer: str | None = text("Class that updated the weights", "rank.optimizer_class")
     launch: str | None = text("``warm``, ``deepspeed`` or ``script``", "record.launch")
     data_parallel_size: int | None = column("Ranks with samples of their own", "slowest.data_parallel_size")
@@ -596,7 +602,7 @@ class Row(BaseModel):
         "GB",
     )
     engine: str | None = text("``deepspeed``, ``ddp`` or ``fsdp2``", "trial.configuration.engine")
-    pass_type: str | None = text("What a step was", "trial.workload.pass_type")
+    pass_type: str | None = text("``train``, ``forward_backward`` or ``forward``", "trial.workload.pass_type")
     step_time_cv_percent: float | None = column("Coefficient of variation of the step times", "step_time_cv", "%")
     synchronized: bool | None = text("Whether the clock waited for the device", "trial.workload.synchronized")
     phase_communication_ms: float | None = column("Collective operations", "costs.communication_seconds", "ms")
@@ -605,7 +611,7 @@ class Row(BaseModel):
     communication_gb_per_step: float | None = column("Volume", "costs.communication_bytes", "GB/step")
     cpu_adam_gb_per_sec: float | None = column("Speed of CPU Adam", "costs.cpu_adam_bytes_per_second", "GB/s")
     nvme_needed_gb_per_sec: float | None = column(
-        "Speed that hides the disk", "costs.disk_needed_bytes_per_second", "GB/s"
+        "Disk speed that would hide all transfers", "costs.disk_needed_bytes_per_second", "GB/s"
     )
     nvme_measured_gb_per_sec: float | None = column("Speed of the disk", "costs.disk_measured_bytes_per_second", "GB/s")
     disk_bound: bool | None = text("Whether the disk takes longer than everything else", "costs.disk_bound")
@@ -623,7 +629,7 @@ class Row(BaseModel):
     seq_policy: str | None = text("``given`` or ``longest``", "trial.workload.seq_policy")
     phase_data_ms: float | None = column("Waiting for the data loader, synchronized steps", "parts.data_wait", "ms")
     data_wait_ms: float | None = column("Waiting for the data loader, in the window", _worst("data_wait_seconds"), "ms")
-    vocab_size: int | None = column("Random ids are below this", "trial.workload.vocab_size")
+    vocab_size: int | None = column("Token ids, random or from a file, are below this", "trial.workload.vocab_size")
     data_file: str | None = text("File of token ids", "trial.workload.data_path")
     point: str | None = text(
         "Values of a sweep's point, as JSON", lambda m: json.dumps(dict(m.trial.point)) if m.trial.point else None
@@ -650,11 +656,11 @@ class Row(BaseModel):
         "Command of the user's own script",
         lambda m: shlex.join(m.trial.workload.script.command) if m.trial.workload.script else None,
     )
-    script_hash: str | None = text("Hash of its file", "trial.workload.script.digest")
-    python: str | None = text("Interpreter that ran it", "trial.workload.script.python")
-    config_source: str | None = text("How the configuration reached it", "trial.workload.script.config_source")
+    script_hash: str | None = text("Hash of the script's file", "trial.workload.script.digest")
+    python: str | None = text("Interpreter that ran the script", "trial.workload.script.python")
+    config_source: str | None = text("How the configuration reached the script", "trial.workload.script.config_source")
     tokens_unpadded_per_sec: float | None = column(
-        "Throughput of a script without padding", lambda m: m.seen_per_second("unpadded_tokens"), "tokens/s"
+        "Throughput of a script, without padding tokens", lambda m: m.seen_per_second("unpadded_tokens"), "tokens/s"
     )
     gap_ms: float | None = column(
         "Time of a script's step before its forward passes, slowest rank",
@@ -734,7 +740,7 @@ def column_type(name: str) -> type:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One trial: its row, and what only its record holds (empty for a row of a flat file)."""
+    """One trial: its row and its record; a row of a flat file has none."""
 
     row: Row
     stored: TrialRecord | StoredRecord
@@ -805,7 +811,7 @@ class Run:
         return replace(windows[0], weight_change=_sum_of_sketches([each.weight_change for each in windows]))
 
     def with_row(self, *, caveats: Sequence[Caveat] | None = None, **changes: Any) -> Run:
-        """Return the run with other values in its row."""
+        """Return the run with changed values in its row."""
         if caveats is not None:
             changes |= {"caveat_list": tuple(caveats), "caveats": "; ".join(each.text for each in caveats) or None}
         return replace(self, row=self.row.model_copy(update=changes))

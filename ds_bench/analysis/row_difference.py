@@ -191,8 +191,8 @@ class TimeDifference:
     """Why the rows have no ratio; empty if they have one."""
     phase_seconds: Mapping[str, Pair]
     """``forward``, ``backward`` and ``step``, then ``communication`` and ``transfer`` within them: from synchronized
-    steps after the window, on the slowest rank of the run nearest the row's mean. Only phases
-    that both rows measured."""
+    steps after the window, on the slowest rank of the run nearest the row's mean. Only phases that both rows measured.
+    """
     gap_seconds: Pair
     """Time in a user script's step before its forward passes."""
     nvme_read_bytes: Pair
@@ -435,7 +435,7 @@ def _time_difference(a: ComparisonRow, b: ComparisonRow) -> TimeDifference:
         reasons += environment.hardware_differences(first, second)
     reasons += [f"{row.label}: {row.invalid_reason}" for row in (a, b) if row.invalid_reason is not None]
 
-    def most(name: str, scale: float = 1) -> Pair:
+    def largest(name: str, scale: float = 1) -> Pair:
         figures = [measured_values([run.row for run in row.successes], name) for row in (a, b)]
         return Pair(*(max(values) * scale if values else None for values in figures))
 
@@ -461,11 +461,11 @@ def _time_difference(a: ComparisonRow, b: ComparisonRow) -> TimeDifference:
         interval=None if reasons else ratio_between(b, a),
         incomparable_reasons=tuple(reasons),
         phase_seconds={name: Pair(ours[name], theirs[name]) for name in ours if name in theirs},
-        gap_seconds=most("gap_ms", 1 / 1000),
-        nvme_read_bytes=most("nvme_read_gb_per_step", BYTES_PER_GB),
-        nvme_written_bytes=most("nvme_written_gb_per_step", BYTES_PER_GB),
-        skipped_steps=most("skipped_steps"),
-        allocator_retries=most("gpu_alloc_retries"),
+        gap_seconds=largest("gap_ms", 1 / 1000),
+        nvme_read_bytes=largest("nvme_read_gb_per_step", BYTES_PER_GB),
+        nvme_written_bytes=largest("nvme_written_gb_per_step", BYTES_PER_GB),
+        skipped_steps=largest("skipped_steps"),
+        allocator_retries=largest("gpu_alloc_retries"),
     )
 
 

@@ -1,8 +1,9 @@
 """Checks that rows of a user's script did the same work: parameters, tokens, data, losses, in this order.
 
 A script may draw its data after it has built its model, and so train on different data at stages 2 and 3 with losses
-that hardly differ. Times are comparable only between equal steps, so other parameters or tokens disqualify a row. Data
-and losses may differ on purpose, for example in training on generated text, so those differences do not disqualify.
+that hardly differ. Times are comparable only between equal steps, so different parameters or tokens disqualify a row.
+Data and losses may differ on purpose, for example in training on generated text, so those differences do not
+disqualify.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ if TYPE_CHECKING:
     from .row import Run
 
 _FIRST_LOSS_TOLERANCE = 2e-3
-"""Relative difference of the first losses that rounding explains: one forward pass in 16 bit."""
+"""Relative difference of the first losses that rounding explains: one forward pass in 16-bit precision."""
 _LOSS_TOLERANCE = 0.02
 """The same for the losses of the first ten steps, whatever the number format."""
 _EARLY_STEPS = 10
 
 
 def with_work_caveats(runs: Sequence[Run]) -> list[Run]:
-    """Return the runs. Runs of a script get the caveats that comparing them with each other gives."""
+    """Return the runs. Runs of a script get the caveats found by comparing them with each other."""
     compared, groups = list(runs), dict[str, list[int]]()
     for index, run in enumerate(runs):
         if run.trial.workload.script is not None and run.ranks:
@@ -52,7 +53,7 @@ def _differences(reference: Run, run: Run) -> Iterator[Caveat]:
             texts = [f"{trained:,} of {count:,}" for trained, count in sizes]
             yield Caveat(CaveatKind.OTHER_PARAMETERS, {"own": texts[0], "theirs": texts[1], "row": row})
             return
-        # A row at another micro-batch or accumulation is compared by its tokens per second.
+        # A row with a different micro-batch or accumulation is compared by its tokens per second.
         if (own.micro_batch_size, own.grad_accum) != (theirs.micro_batch_size, theirs.grad_accum):
             return
         if caveat := _other_step(theirs, own, row):

@@ -145,7 +145,7 @@ def trial_caveats(
 
 
 def _script_caveats(record: TrialRecord, usual: Sequence[float], evaluated: Sequence[float]) -> Iterator[Caveat]:
-    """Yield the caveats of one trial of a script: an engine that is not its row's, points where its DeepSpeed departs
+    """Yield the caveats of one trial of a script: an engine that is not its row's, ways in which its DeepSpeed departs
     from the configuration, evaluations and saves.
 
     ``usual``, ``evaluated``: of :func:`_usual_steps`.
@@ -295,7 +295,7 @@ def _cpu_caveats(record: TrialRecord) -> Iterator[Caveat]:
     """
     sharing: dict[object, list[RankMeasurement]] = {}
     for rank in record.ranks:
-        # Ranks that are bound have processors of their own, the others share the node's.
+        # Ranks that are bound have processors of their own; the others share the node's.
         sharing.setdefault((rank.hostname, rank.cpus_allowed), []).append(rank)
     busiest = [max(ranks, key=lambda rank: rank.cpu_other_cores or 0.0) for ranks in sharing.values()]
     for rank in sorted(busiest, key=lambda rank: -(rank.cpu_other_cores or 0.0)):
@@ -303,7 +303,7 @@ def _cpu_caveats(record: TrialRecord) -> Iterator[Caveat]:
             continue
         needed_cores = rank.cpu_own_cores or 0.0
         if record.trial.placement.accelerator == "cpu":
-            # Threads that wait for each other use no core (OMP_WAIT_POLICY=passive), and need one when they resume.
+            # Threads that wait for each other use no core (OMP_WAIT_POLICY=passive), but need one when they resume.
             ranks = sharing[rank.hostname, rank.cpus_allowed]
             needed_cores = max(needed_cores, float(sum(measured_values(ranks, "cpu_threads"))))
         disturbing_cores = max(_MIN_OTHER_CORES, _MIN_OTHER_CORES_FRACTION * rank.cpu_cores)

@@ -101,7 +101,7 @@ def _with_unknown_keys(before: Mapping[str, object], entry: BaselineEntry) -> di
 
 
 def load_baseline(name: str, path: Path | str = DEFAULT_PATH) -> BaselineEntry | None:
-    """Return the entry of that name; None if entry or file do not exist. Raises UsageError if it is invalid."""
+    """Return the entry of that name; None if it or the file does not exist. Raises UsageError if it is invalid."""
     entries = store.read(Path(path)) or {}
     return _entry(name, entries[name], path) if name in entries else None
 
@@ -167,7 +167,7 @@ def compare_to_baseline(
         )
     metrics, tolerance = _compare_metrics(result, baseline), baseline.tolerance
     regressed = [metric for metric in metrics if metric.regressed(tolerance)]
-    # Other programs on the same processors slow any code down, but hardly to less than half.
+    # Other programs on the same processors slow any code down, but hardly ever to less than half its speed.
     excused = [
         metric
         for metric in regressed
@@ -193,7 +193,7 @@ def compare_to_baseline(
 
 
 def _incomparable_reasons(result: BenchmarkResult, baseline: BaselineEntry) -> Iterator[str]:
-    """Yield differences in hardware, versions and workload fields, the latter only if both sides have them."""
+    """Yield differences in hardware, versions and workload fields, the last only if both sides have them."""
     # An interrupted or skipped row says nothing about the code.
     if result.status in (INTERRUPTED, SKIPPED):
         yield f"it ended with {result.status}"

@@ -1,6 +1,6 @@
 """The figures of one benchmark, reduced from the runs of one row, and the name of its baseline.
 
-MB is 2**20 bytes here, as GB is 2**30 elsewhere.
+MB is 2**20 bytes here, just as GB is 2**30 elsewhere.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The file ``baselines.json`` and its entries: figures that later results are compared with, and their environment.
 
 The file is a JSON object keyed by baseline name. One writer at a time reads and replaces the whole file. It is meant to
-be committed, so of the environment it keeps only what decides whether two results are comparable, no host names or
-variables.
+be committed, so it keeps only those facts of the environment that decide whether two results are comparable, and no
+host names or variables.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class BaselineEntry(Figures):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> BaselineEntry:
-        """Invert :meth:`to_dict`; unknown keys are ignored. Raises ValueError for other shapes."""
+        """Invert :meth:`to_dict`; unknown keys are ignored. Raises ValueError for data of a different shape."""
         environment = data.get("environment")
         if isinstance(environment, dict):
             # Add the fields that every Environment needs; they are not compared.
@@ -124,7 +124,7 @@ def read(path: Path) -> Entries | None:
         raise json_files.unreadable(path, error, "file of baselines", remedy) from None
     try:
         value = json_files.parse_json(data)
-        # pydantic's parser silently takes the last of two equal keys.
+        # pydantic's parser silently keeps the last of two equal keys.
         json.loads(data, object_pairs_hook=_refuse_repeated_keys)
     except InvalidJsonError as error:
         raise UsageError(f"{path} {error}", remedy=_REMEDY) from None
@@ -154,7 +154,7 @@ def edit(path: Path, change: Callable[[Entries], Entries]) -> None:
     with contextlib.ExitStack() as stack:
         with _write_errors_reported(path):
             path = path.resolve()  # so that a symbolic link is not replaced
-            # Lock another file: write_json replaces the file itself, and its lock would stay with the old one.
+            # Lock a separate file: write_json replaces the file itself, and its lock would stay with the old one.
             stack.enter_context(_locked(path.with_name(f".{path.name}.lock")))
         # Sorted by name, so that version control shows only the entries that changed.
         entries = dict(sorted(change(read(path) or {}).items()))

@@ -4,7 +4,7 @@ import sys
 
 try:
     from .script import main
-except KeyboardInterrupt:  # Ctrl-C while modules are loaded, also those that ``commands`` needs
+except KeyboardInterrupt:  # Ctrl-C while modules are being loaded, including those that ``commands`` needs
     print("interrupted", file=sys.stderr)
     sys.exit(130)
 

@@ -57,7 +57,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "--deepspeed": ("--configs",),
     "--gpus": ("--num-gpus",),
 }
-"""Flag of other programs (TrainingArguments and SFTConfig, launchers) → the flag here that does the same."""
+"""Flag of another program (TrainingArguments and SFTConfig, launchers) → the flag here that does the same."""
 _SWITCHES = ("--gradient_checkpointing", "--bf16", "--fp16")
 """Aliases that may be followed by ``True`` or ``False``, as other programs allow."""
 ALIASES_TEXT = "names from other tools:\n" + "\n".join(
@@ -147,8 +147,8 @@ def _add_flags(parser: argparse.ArgumentParser, family: Family) -> None:
                 group.add_argument(str(OPTIONS[name].flag), dest=name, **arguments)
 
 
-def flag_of(name: str, **other: Any) -> dict[str, Any]:
-    """Return the arguments of ``add_argument`` for an option's flag. ``other``: the command's own
+def flag_of(name: str, **overrides: Any) -> dict[str, Any]:
+    """Return the arguments of ``add_argument`` for an option's flag. ``overrides``: the command's own
     arguments, which take precedence."""
     option = OPTIONS[name]
     arguments: dict[str, Any] = {"help": option.help, "default": option.default}
@@ -162,13 +162,13 @@ def flag_of(name: str, **other: Any) -> dict[str, Any]:
         arguments |= {"type": _TYPES.get(name, types.get(option.kind)), "metavar": metavar}
     if option.many:
         arguments |= {"nargs": "+"}
-    return {**arguments, **option.arguments, **other}
+    return {**arguments, **option.arguments, **overrides}
 
 
 def to_options(family: Family, values: argparse.Namespace) -> Options:
     """Convert the parsed flags to Options.
 
-    Raises UsageError if two of them contradict each other, or for an unusable value of an axis or in a file.
+    Raises UsageError if two of them contradict each other, or if a value of an axis or in a file is unusable.
     """
     from ..config import axis_rows, deepspeed_config
 
@@ -195,11 +195,11 @@ def parse(family: Family, prog: str, arguments: Sequence[str]) -> Options:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises UsageError, which is printed in one line like every other error.
+    """A parser that raises UsageError, which is printed on one line like every other error.
 
     The line suggests a flag or value with a similar name. Flags cannot be abbreviated, but may be written with
-    underscores and have ``ALIASES``. Commas may separate values chosen from a list. If ``typed`` has a default, it
-    receives the arguments as typed.
+    underscores or as one of their ``ALIASES``. Commas may separate values chosen from a list. If ``typed`` has a
+    default, it receives the arguments as typed.
     """
 
     def __init__(self, **arguments: Any) -> None:
@@ -222,7 +222,7 @@ class Parser(argparse.ArgumentParser):
             shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
             flags = [flag for action in shown for flag in action.option_strings]
             name = unknown[0].partition("=")[0]
-            # --steps means --num-steps, although --stages is spelled more alike.
+            # --steps means --num-steps, although the spelling of --stages is closer.
             ending = next((flag for flag in flags if flag.endswith(name.replace("--", "-", 1))), None)
             near = _nearest(name, flags, 0.9) or (ending if name.startswith("--") else None) or _nearest(name, flags)
             scripts = [word for word in unknown if word.endswith(".py")]
@@ -230,7 +230,8 @@ class Parser(argparse.ArgumentParser):
                 near = invocation.command("run", "--configs", "FILE", "--", *scripts)
             elif not unknown[0].startswith("-") and "--model" in flags:
                 near = None if getattr(values, "name", None) else f"--model {unknown[0]}"
-            self.error(f"Unknown argument {unknown[0]}", near)
+            kind = "Unknown" if unknown[0].startswith("-") else "Unexpected"
+            self.error(f"{kind} argument {unknown[0]}", near)
         # The subcommand is not marked as required: argparse would report it before an unknown flag.
         if commands is not None and getattr(values, commands.dest) is None:
             self.error(f"Missing {commands.metavar}")
@@ -261,7 +262,7 @@ class Parser(argparse.ArgumentParser):
         return own
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        # argparse drops the value of --flag=-- and checks neither its type nor how many are left.
+        # argparse drops the value of --flag=-- and checks neither its type nor how many values are left.
         if action.option_strings and "--" in arg_strings:
             self.error(f"{'/'.join(action.option_strings)}: -- is not a value")
         # Split before argparse checks each word against the choices. It refuses a string of nothing but commas.
@@ -276,14 +277,14 @@ class Parser(argparse.ArgumentParser):
             choices, name = [*map(str, action.choices)], " or ".join(action.option_strings)
             near = _nearest(str(value), choices)
             remedy = f"did you mean {near!r}?" if near else f"choose from {', '.join(choices)}"
-            problem = f"Unknown {name or action.dest} {value!r}"
+            problem = f"Invalid value for {name}: {value!r}" if name else f"Unknown {action.dest} {value!r}"
             raise UsageError(problem, remedy=remedy)
 
 
-def _nearest(text: str, known: Iterable[str], likeness: float = 0.7) -> str | None:
+def _nearest(text: str, known: Iterable[str], similarity: float = 0.7) -> str | None:
     """Return the name in ``known`` that ``text`` most likely misspells, or None."""
     by_lower_case = {name.casefold(): name for name in known}
-    near = difflib.get_close_matches(text.casefold(), by_lower_case, n=1, cutoff=likeness)
+    near = difflib.get_close_matches(text.casefold(), by_lower_case, n=1, cutoff=similarity)
     return by_lower_case[near[0]] if near else None
 
 
@@ -293,7 +294,7 @@ AUTO = "auto"
 
 
 def number(kind: type, limits: Mapping[str, Any] = COUNT, auto: bool = False) -> Callable[[str], Any]:
-    """Return a parser for a number within limits, whose names are pydantic's. ``auto``: accept "auto" too."""
+    """Return a parser for a number within ``limits``, named as pydantic names them. ``auto``: accept "auto" too."""
     least, above = limits.get("ge", -math.inf), limits.get("gt", -math.inf)
     upper = f" and below {limits['lt']}" if "lt" in limits else ""
     range_text = f"above {above}" if "gt" in limits else f"of at least {least}{upper}"
@@ -305,7 +306,7 @@ def number(kind: type, limits: Mapping[str, Any] = COUNT, auto: bool = False) ->
         try:
             value = kind(text)
         except ValueError:
-            value = math.nan  # outside of every range
+            value = math.nan  # outside every range
         if not (least <= value < limits.get("lt", math.inf) and value > above):
             raise argparse.ArgumentTypeError(f"{text[:40]!r} is not {what}")
         if value > limits.get("le", MAX_NUMBER):
@@ -324,7 +325,7 @@ def image_size(text: str) -> tuple[int, int]:
 
 
 def path(text: str) -> Path:
-    """Parse a path. Refuse an empty text, which an unset shell variable leaves: it would mean the current folder."""
+    """Parse a path. Refuse an empty string, as an unset shell variable leaves: it would mean the current folder."""
     if not text.strip():
         raise argparse.ArgumentTypeError(EMPTY_PATH)
     return Path(text)
@@ -370,7 +371,7 @@ def split_names(text: str) -> tuple[str, ...]:
 
 
 def names_from(*choices: str) -> Callable[[str], tuple[str, ...]]:
-    """Return a parser for some of ``choices``, separated by commas."""
+    """Return a parser for one or more of ``choices``, separated by commas."""
 
     def convert(text: str) -> tuple[str, ...]:
         names = tuple(dict.fromkeys(split_names(text)))

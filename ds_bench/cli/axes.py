@@ -15,7 +15,7 @@ from ..system import terminal
 
 
 def list_axes(names: Sequence[str], as_json: bool) -> int:
-    """Print the named axes, or all of them without names. Return 0. Raises UsageError for an unknown name."""
+    """Print the named axes, or all of them if none is named. Return 0. Raises UsageError for an unknown name."""
     axes = [find_axis(name) for name in names] or list(AXES.values())
     if as_json:
         terminal.print_json(json.dumps([to_dict(axis) for axis in axes], indent=2, ensure_ascii=False))

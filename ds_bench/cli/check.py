@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import configuration_files, deepspeed_keys, lint
-from ..config.configuration_files import ConfigurationFileError, LocatedObject, MissingFileError, OtherFileError
+from ..config.configuration_files import ConfigurationFileError, LocatedObject, MissingFileError, NotAConfigurationError
 from ..config.lint import Finding
 from ..config.placement import default_placement
 from ..config.rule_explanations import explain, file_finding, rule_table
@@ -58,7 +58,7 @@ def show_findings(
     output_format: str,
     as_json: bool,
 ) -> int:
-    """Print the findings. Return 0 without errors and warnings, 1 with any, 2 if a file is not a configuration.
+    """Print the findings. Return 0 without errors or warnings, 1 with any, 2 if a file is not a configuration.
 
     ``deepspeed_version``: such as ``0.18`` or ``0.18.2``; None for the installed one. ``select`` and ``ignore``: names
     of rules or levels. ``rule``: a rule to explain, or ``all``; nothing is checked then.
@@ -206,8 +206,8 @@ PositionOf = Callable[[str], tuple[int, int] | None]
 def check_files(paths: Sequence[Path], check: Check) -> list[FileReport]:
     """Check files, the configurations directly inside folders, and standard input for ``-``. Raises UsageError.
 
-    Other files in a folder are left out; a line on standard error names those that could not be read. A file that
-    another one names as well has one report, under the path that was given.
+    Other files in a folder are left out; a line on standard error names those that could not be read. A given file that
+    another one names as well gets only one report, under the path that was given.
     """
     reports: list[FileReport] = []
     given: dict[Path, Path] = {}
@@ -251,7 +251,8 @@ def _check_file(path: Path, check: Check) -> list[FileReport]:
             return [replace(own, lines=lines), *others]
     except ConfigurationFileError as error:
         if error.syntax_error is None:
-            is_other = isinstance(error, OtherFileError) or not configuration_files.looks_like_configuration(text)
+            looks_like_one = configuration_files.looks_like_configuration(text)
+            is_other = isinstance(error, NotAConfigurationError) or not looks_like_one
             return [FileReport(path=path, problem=error.reason, is_configuration=not is_other if text else None)]
         syntax = error.syntax_error
         found = [file_finding("syntax", f"DeepSpeed cannot read it: {syntax.problem}", "", syntax.line, syntax.column)]
@@ -259,18 +260,18 @@ def _check_file(path: Path, check: Check) -> list[FileReport]:
     known = deepspeed_keys.top_level_keys() | deepspeed_keys.removed_keys()
     # Fuzzy matching is slow, and other JSON may have thousands of keys.
     if not known & data.keys() and not any(deepspeed_keys.nearest_key(key, known, 0.85) for key in list(data)[:50]):
-        problem = f"not a DeepSpeed configuration: it has {', '.join(list(data)[:4]) or 'no key'}"
+        problem = f"not a DeepSpeed configuration: it has {', '.join(list(data)[:4]) or 'no keys'}"
         return [FileReport(path=path, problem=problem, is_configuration=False)]
     found = check(data)
     if lax_line:
-        reason = "not strict JSON: DeepSpeed reads it, but Trainer and Accelerate refuse it"
+        reason = "not strict JSON: DeepSpeed reads it, but the Trainer and Accelerate reject it"
         found.append(file_finding("not-strict-json", reason, "", lax_line))
     return [FileReport(path=path, findings=_located(found, position_of), lines=lines)]
 
 
 def _lines_without_secrets(text: str, data: Mapping[str, Any]) -> list[str]:
     secrets = redaction.secrets_of(data)
-    if not all(secret in text for secret in secrets):  # the file writes them escaped
+    if not all(secret in text for secret in secrets):  # they are escaped in the file
         return []
     lines = text.split("\n")
     return ["" if redaction.looks_secret("", line) or any(map(line.__contains__, secrets)) else line for line in lines]
@@ -319,7 +320,7 @@ def _check_accelerate_or_trainer_file(path: Path, text: str, position_of: Positi
 
 
 def _located(found: Iterable[Finding], position_of: PositionOf) -> list[Finding]:
-    """Return the findings with their positions, by level and then by line."""
+    """Return the findings with their positions, sorted by level and then by line."""
     located = [finding if finding.line else finding.at(position_of(finding.path)) for finding in found]
     order = ("error", "warning", "hint")
     return sorted(located, key=lambda finding: (order.index(finding.level), finding.line or 0))

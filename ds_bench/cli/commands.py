@@ -39,7 +39,7 @@ except KeyboardInterrupt:  # Ctrl-C while these modules are loaded
     sys.exit(130)
 
 Flags = Mapping[str, Mapping[str, Any]]
-"""Flag, with its other names after a space, or positional argument → the arguments of ``add_argument``."""
+"""Flag, with any other name after a space, or positional argument → its arguments for ``add_argument``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +150,7 @@ _CONFIGS: Flags = {
     "--configs": flag_of("configs", default=[], help="your own configurations: DeepSpeed JSON, Accelerate YAML, a "
                                                      "Trainer's arguments"),
 }
-_NUM_GPUS: Flags = {"--num-gpus": {**_INTEGER, "default": 1, "help": "GPUs of the whole job (default: 1)"}}
+_NUM_GPUS: Flags = {"--num-gpus": {**_INTEGER, "default": 1, "help": "GPUs in the whole job (default: 1)"}}
 _PRECISION: Flags = {"--precision": {"choices": PRECISIONS, "default": "bf16", "help": "number format (default: bf16)"}}
 _GRAD_ACCUM: Flags = {"--grad-accum": flag_of("grad_accum")}
 _BASELINES: Flags = {
@@ -170,7 +170,7 @@ COMMANDS: Mapping[str, Command] = {
             "--model": flag_of("model", help="built-in model, Hub name, folder or config.json (default: gpt2)"),
             "--model-factory": flag_of("model_factory"),
             **_NUM_GPUS,
-            "--gpus-per-node": {**_INTEGER, "help": "GPUs of one node (default: all, 8 at most)"},
+            "--gpus-per-node": {**_INTEGER, "help": "GPUs in one node (default: all, at most 8)"},
             "--gpu": {"default": "80GB", "metavar": "CARD",
                       "help": "memory that the job may use on each GPU, or a card's name (default: 80GB)"},
             "--host-memory": {"type": _POSITIVE, "metavar": "GB",
@@ -183,7 +183,7 @@ COMMANDS: Mapping[str, Command] = {
             "--freeze": flag_of("freeze"),
             "--image-tokens": {**_INTEGER, "help": "image tokens in each sequence of a vision-language model"},
             "--image-size": {"type": image_size, "metavar": "WxH",
-                             "help": "pixels of the image in each sequence (default: 448x448, or the model's own)"},
+                             "help": "size in pixels of each sequence's image (default: 448x448, or the model's own)"},
             **_GRAD_ACCUM,
             **_PRECISION,
             "--activation-checkpointing": flag_of("activation_checkpointing"),
@@ -197,7 +197,7 @@ COMMANDS: Mapping[str, Command] = {
             "--max-batch": {**_ON, "help": "also show the largest micro-batch of each strategy"},
             "--quick": {**_ON, "help": "judge rows near the GPU's limit by a rule, without replaying allocations"},
             "--exact": {**_ON, "help": "replay the allocations of every row that can be replayed (seconds)"},
-            "--export": {**_FOLDER, "help": "write the configuration of each row that fits or is tight to this folder"},
+            "--export": {**_FOLDER, "help": "write to this folder the configuration of each row that fits or is tight"},
             "--online": {**_ON, "help": "also look up names without an organization on the Hub, such as distilgpt2"},
             "--trust-remote-code": flag_of("trust_remote_code"),
             "--verbose": {**_ON, "help": "also print memory by category, and assumptions"},
@@ -211,7 +211,7 @@ COMMANDS: Mapping[str, Command] = {
         flags={
             "--nvme-path": {**_FOLDER, "help": "also check the disk of this folder"},
             **_CONFIGS,
-            "--hostfile": {**_FILE, "help": "also check these hosts, and whether they reach each other"},
+            "--hostfile": {**_FILE, "help": "also check these hosts, and whether they can reach each other"},
             "--build": {**_ON, "help": "build the ops that are not built yet (minutes)"},
             "--python": flag_of("python", help="check the packages and ops of this interpreter, for your script"),
             **_JSON,
@@ -267,7 +267,7 @@ COMMANDS: Mapping[str, Command] = {
                 },
             ),
             "check": Command(
-                purpose="compare results with their baselines; exit 3 if one is worse or lacks its counterpart",
+                purpose="compare results with their baselines; exit 3 if a row is worse, missing or without a baseline",
                 examples=(_LATER_RUN, "RUN --fail-on regression,noisy --json"),
                 function="baseline:check_command",
                 flags={
@@ -282,7 +282,7 @@ COMMANDS: Mapping[str, Command] = {
         },
     ),
     "advice": Command(
-        purpose="explain when to use each strategy and what it saves, by formula",
+        purpose="explain when to use each strategy, and compute by formula how much it saves",
         examples=("--model meta-llama/Llama-2-7b-hf --num-gpus 8",),
         function="advice:show_advice",
         flags={
@@ -291,7 +291,7 @@ COMMANDS: Mapping[str, Command] = {
         },
     ),
     "run": Command(
-        purpose="run the comparison of a recipe, for one workload or a sweep of many",
+        purpose="run the comparison that a recipe describes, for one workload or a sweep of many",
         examples=("recipes/llama2_7b.yaml --set training.seq_len=2048", "recipes/tiny_cpu.yaml --dry-run",
                   "--model gpt2 --strategies all",
                   "--configs a.json b.json --num-gpus 2 -- train.py --deepspeed {config}"),
@@ -327,8 +327,8 @@ COMMANDS: Mapping[str, Command] = {
             "--batch-size": {**_INTEGER, "default": 4, "help": "sequences per pass (default: 4)"},
             "--measure-steps --num-steps": {**_INTEGER, "default": 10, "help": "measured steps (default: 10)"},
             "--warmup-steps": {**_INTEGER, "type": number(int, {**COUNT, "ge": 0}), "default": 5,
-                               "help": "steps run first and left out of all statistics; 0 shows their effect "
-                                       "(default: 5)"},
+                               "help": "steps run first and left out of all statistics; 0 shows what happens "
+                                       "without them (default: 5)"},
             "--device": {"choices": ("auto", "cuda", "cpu"), "default": "auto",
                          "help": "one GPU, or the CPU (default: auto)"},
             "--precision": flag_of("precision"),
@@ -336,7 +336,7 @@ COMMANDS: Mapping[str, Command] = {
                                          "device, which times only the launch of the work; every row says so"},
             "--output": {"type": path, "metavar": "FILE.csv",
                          "help": "also write the rows to this file, replacing it"},
-            "--output-dir": {**_FOLDER, "help": "folder of the results (default: results)"},
+            "--output-dir": {**_FOLDER, "help": "folder for the results (default: results)"},
             "--timeout": {"type": _POSITIVE, "metavar": "SECONDS",
                           "help": "stop a size that takes longer than this (default: 3600)"},
             "--force": flag_of("force"),
@@ -362,7 +362,7 @@ COMMANDS: Mapping[str, Command] = {
         },
     ),
     "axes": Command(
-        purpose="list the axes of --axis: values, what each sets and changes, and its source",
+        purpose="list the axes of --axis: the values of each, what it sets and changes, and its source",
         examples=("", "overlap_comm", "--json"),
         function="axes:list_axes",
         flags={"names": {"nargs": "*", "metavar": "NAME", "help": "only these axes (default: all)"}, **_JSON},

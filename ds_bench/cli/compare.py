@@ -24,7 +24,7 @@ from .report import build_reports, check_output, write_output
 def show_changes(
     before: Path, after: Path, junit: Path | None = None, markdown: bool = False, as_json: bool = False
 ) -> int:
-    """Print both results row by row. Return 0; raises UsageError. ``junit``: file that gets a test for each row."""
+    """Print both results row by row. Return 0; raises UsageError. ``junit``: file to write, with one test per row."""
     if markdown and as_json:
         raise UsageError("--markdown and --json cannot be combined", remedy="give one of them")
     if junit is not None:
@@ -59,7 +59,7 @@ def show_explanation(a: str, b: str, results: Sequence[Path], as_json: bool) -> 
 
 
 def _find_pairs(a: str, b: str, reports: Sequence[ComparisonReport]) -> list[tuple[str, RowDifference]]:
-    """Explain the difference of the two rows, with a title, in each comparison that has both; if none has, across two.
+    """Explain the difference between the rows in each comparison that has both, with a title; if none has, across two.
 
     Raises UsageError if a name matches no row, or both names match only the same one.
     """

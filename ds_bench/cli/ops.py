@@ -16,7 +16,7 @@ from ..system.environment import require_packages
 def build_ops() -> int:
     """Build the missing ops and print the state of each.
 
-    Return 0 if at least one op is usable, else 1. Raises PreflightError without torch and DeepSpeed.
+    Return 0 if at least one op is usable, else 1. Raises PreflightError without torch or DeepSpeed.
     """
     require_packages("building DeepSpeed's ops", ("torch", "deepspeed"))
     here = placement.default_placement(os.environ, gpu_state.read_gpus())

@@ -81,7 +81,7 @@ class PlanOptions:
     quick: bool
     exact: bool
     export: Path | None
-    """Folder for the configurations of the rows that fit."""
+    """Folder for the configurations of the rows that fit or are tight."""
     online: bool
     trust_remote_code: bool
     verbose: bool
@@ -117,7 +117,7 @@ def plan_command(**flags: Any) -> int:
 
 
 def predict_plan(options: PlanOptions) -> tuple[MemoryPlan, list[str]]:
-    """Return the predictions that the flags ask for, and notes for the user: on files, axes, precision and the export.
+    """Return the predictions that the flags request, and notes for the user: on files, axes, precision and the export.
 
     Raises UsageError.
     """
@@ -205,7 +205,7 @@ def _configurations_of_files(
     hidden_size: int | None,
     lines: list[str],
 ) -> list[Configuration]:
-    """Return the files' configurations that can be predicted; add caveats, and why others cannot, to ``lines``.
+    """Return the files' configurations that can be predicted; add their caveats, and why others cannot, to ``lines``.
 
     Raises UsageError if every file is refused and no strategy is named.
     """
@@ -245,7 +245,7 @@ def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, ResolvedModel, l
         raise UsageError(
             f"--num-gpus {options.num_gpus} is more than any job uses", remedy=f"give {_MAX_GPUS} or fewer"
         )
-    online = options.online or "/" in options.model  # a mistyped short name starts no request
+    online = options.online or "/" in options.model  # a mistyped short name makes no request
     model = resolve_model(
         options.model_factory or options.model,
         factory=options.model_factory is not None,
@@ -256,7 +256,7 @@ def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, ResolvedModel, l
         by_config=True,
     )
     images, length = _image_tokens(options, model)
-    # DDP in 16 bit runs under torch.autocast, which keeps other activations: count that variant too.
+    # DDP in 16-bit precision runs under torch.autocast, which keeps different activations: count that variant too.
     autocast = "ddp" in options.strategies and options.precision != "fp32"
     notes = []
     choice = read_choice(options.lora, options.freeze)
@@ -273,7 +273,7 @@ def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, ResolvedModel, l
     if choice is not None or model.architecture is not None:
         notes.append("parameters are exact; activations are computed from config.json, not measured on the model")
     if model.source == "preset" and not model.name.lower().endswith(options.model.lower()):
-        notes.append(f"{options.model} has the shapes of {model.name}")
+        notes.append(f"{options.model} has the same shapes as {model.name}")
     with contextlib.suppress(UsageError):
         architecture = trial_predictions.architecture_of(model)
         if architecture.active_parameters < architecture.facts.parameters:

@@ -49,7 +49,7 @@ def report(
     """Print the results, or the latest run, and write the files that the flags name. Return 0; raises UsageError.
 
     ``output_format``: ``table``, ``markdown``, or flat rows, which go to ``output`` or standard output.
-    ``relative_to`` and ``goal``: see :func:`build_reports`. ``to``: the tracker that gets the runs.
+    ``relative_to`` and ``goal``: see :func:`build_reports`. ``to``: the tracker that receives the runs.
     """
     if markdown:
         if output_format not in ("table", "markdown"):
@@ -129,7 +129,7 @@ def write_output(flag: str, path: Path, content: str | bytes) -> None:
             path.write_bytes(content)
     except OSError as error:
         problem = f"{flag} {path}: {error.strerror or error}"
-        raise UsageError(problem, remedy="give a file that you may write") from None
+        raise UsageError(problem, remedy="give a file that you may write to") from None
 
 
 def flat_rows_of(reports: Sequence[ComparisonReport]) -> list[dict[str, Any]]:
@@ -138,7 +138,7 @@ def flat_rows_of(reports: Sequence[ComparisonReport]) -> list[dict[str, Any]]:
 
 
 def _write_rows(reports: Sequence[ComparisonReport], output_format: str, output: Path | None) -> None:
-    """Write the flat rows to a file, else to standard output. Raises UsageError.
+    """Write the flat rows to the file, or to standard output without one. Raises UsageError.
 
     In JSON each row also has the recommendation of its comparison.
     """
@@ -194,7 +194,7 @@ def build_reports(
         row = own_row if relative_to is None else relative_to
         is_there = has_row(group, row)
         notes_of_group = [*notes, *group.notes]
-        # The run left the row out as equal to another one, or ended before it.
+        # The run left the row out because it equals another one, or ended before it.
         if relative_to is None and row is not None and not is_there:
             notes_of_group.append(f"the result has no row {row}; ratios are relative to the first usable row")
         reports.append(
@@ -247,7 +247,7 @@ def _flags_of_run(group: ResultGroup) -> tuple[str | None, str | None, OpenComma
         else:
             with contextlib.redirect_stdout(io.StringIO()):  # --help, which an edited file may hold, prints
                 options = arguments.parse("offload" if group.family == "offload" else "zero", "run", group.arguments)
-    # Of another version, or edited by hand.
+    # The file was written by a different version, or edited by hand.
     except (UsageError, ValueError, TypeError, KeyError, AttributeError, SystemExit):
         return None, None, None
     return options.goal, options.relative_to, None if folder is None else provenance.resume_command(options, folder)

@@ -18,7 +18,7 @@ from ..config.options import OPTIONS, Options
 from ..config.recipe import PATHS, Recipe, Values, check_recipe, config_maker, options_of
 from ..config.recipe_file import Data, RecipeText
 from ..config.sweep import MAX_TRIALS, Point, Sweep, find_sweep
-from ..config.training_script import refuse_other_workload
+from ..config.training_script import reject_workload_keys
 from ..errors import UsageError
 from ..records.run_folder import RunFolder
 from ..system import invocation, terminal
@@ -54,7 +54,7 @@ def run_command(
         raise UsageError("-- without a script", remedy="give -- SCRIPT.py and its arguments")
     if text.data.get("script"):
         flag_of_path = {path: OPTIONS[name].flag or path for name, path in PATHS.items() if name in flags}
-        refuse_other_workload([path for path, value in paths_of(text.data) if value is not None], flag_of_path)
+        reject_workload_keys([path for path, value in paths_of(text.data) if value is not None], flag_of_path)
     sweep = find_sweep(text)
     if "print_recipe" in flags:
         check_recipe(text, sweep.data_of(sweep.first_point))
@@ -71,7 +71,7 @@ def run_command(
     if "resume" in flags and recipe is None:
         from ..analysis.provenance import flags_to_repeat, resume_command
 
-        # The folder may come from somebody else, so it must start neither code nor other machines.
+        # The folder may come from somebody else, so it must neither run code nor reach other machines.
         again = {*flags, *(setting.partition("=")[0] for setting in settings)}
         repeated = [flags_to_repeat(each) for each in points]
         needed = {name: words for each in repeated for name, words in each.items() if name not in again}
@@ -80,8 +80,8 @@ def run_command(
             same = all(each == repeated[0] for each in repeated)
             remedy = str(resume_command(points[0], flags["resume"])) if same else _resume_command(flags["resume"])
             raise UsageError(
-                f"--resume {flags['resume']}: a run folder may not by itself run code or reach other machines: it asks "
-                f"for {', '.join(map(shlex.join, needed.values()))}",
+                f"--resume {flags['resume']}: a run folder may not run code or reach other machines on its own; this "
+                f"one requests {', '.join(map(shlex.join, needed.values()))}",
                 remedy=f"if you trust it, give {'them' if same else 'its recipe'} again: {remedy}",
             )
     # Imported here, since printing a recipe needs neither.
@@ -167,7 +167,7 @@ def _stored(text: RecipeText) -> Data:
 def _recipe_text(recipe: Path | None, typed: Sequence[str], flags: dict[str, Any]) -> tuple[RecipeText, Sequence[str]]:
     """Return the recipe and the arguments to store with the run: on ``--resume``, those that it began with.
 
-    A resumed shard stays that shard unless ``flags`` name one: without it, the trials of all others would run too.
+    A resumed shard stays that shard unless ``flags`` name one; otherwise the trials of all other shards would run too.
     """
     given = RecipeText(name="", folder=Path(), data={})
     if recipe is not None:

@@ -19,11 +19,11 @@ from ..system.redaction import REDACTED, redacted_arguments
 from .arguments import build_parser, parse, to_options
 
 REPORTED_ERRORS = (DsBenchError, OSError, KeyboardInterrupt)
-"""Exceptions that a command reports in one line: a user's error, a system error, and Ctrl-C."""
+"""Exceptions that a command reports on one line: a user's error, a system error, and Ctrl-C."""
 
 
 def report_error(error: BaseException) -> int:
-    """Print one of ``REPORTED_ERRORS`` in one line, and return the exit code."""
+    """Print one of ``REPORTED_ERRORS`` on one line, and return the exit code."""
     if isinstance(error, OSError):  # such as a full disk; what was written before stays
         error = ResultsNotWrittenError(str(error), remedy=files.remedy_of(error))
     if isinstance(error, DsBenchError):
@@ -74,9 +74,9 @@ def _with_resumed_flags(family: Family, prog: str, typed_flags: list[str]) -> tu
 
     earlier = RunFolder.open(options.resume).load_run()
     if earlier.family != family:
-        raise UsageError(
-            f"--resume {options.resume} belongs to the other script", remedy="use the script that started it"
-        )
+        starters = {**invocation.SCRIPTS, "recipe": f"{invocation.PROGRAM} run"}
+        problem = f"--resume {options.resume} was started by {starters.get(earlier.family or '', 'another command')}"
+        raise UsageError(problem, remedy="use the command that started it")
     flags = list(earlier.arguments)
     parser = build_parser(family, prog)
     # A second time as a namespace, where None means that a flag was not typed.
@@ -97,14 +97,17 @@ def _with_resumed_flags(family: Family, prog: str, typed_flags: list[str]) -> tu
     missing = [words for name, words in needed.items() if getattr(resumed, name) != getattr(options, name)]
     if missing:
         raise UsageError(
-            f"--resume {resumed.resume}: a run folder may not by itself run code or reach other machines",
+            f"--resume {resumed.resume}: a run folder may not run code or reach other machines on its own",
             remedy=f"if you trust it, give these flags again: {' '.join(map(shlex.join, missing))}",
         )
     return resumed, flags
 
 
 def _kept_flags(flags: list[str], typed: argparse.Namespace) -> list[str]:
-    """The flags that the run began with, without redacted settings. Raises UsageError if one is not given again."""
+    """The flags that the run began with, without redacted settings.
+
+    Raises UsageError if a redacted one is not given again.
+    """
     again = {text.partition("=")[0] for text in typed.set}
     kept: list[str] = []
     for flag in flags:

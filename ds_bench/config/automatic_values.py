@@ -47,7 +47,7 @@ class TrainingFacts:
     hidden_size: int | None
     """``hidden_size`` of the model's config; None if it has none."""
     training_steps: int = 1
-    """Optimizer steps of the whole training, which is the scheduler's length."""
+    """Optimizer steps of the whole training run, which the scheduler spans."""
     arguments: Mapping[str, float] = field(default_factory=dict)
     """TrainingArguments in the user's file, which override :data:`TRAINING_DEFAULTS`."""
 
@@ -68,8 +68,8 @@ def resolve(config: Mapping[str, Any], facts: TrainingFacts) -> tuple[Config, di
             raise UsageError(problem, remedy="give a value")
         reduce(block_of, parent.split("."), resolved).pop(key, None)
         values[path] = None
-    # Like Accelerate, enable the precision if "auto" stood only in the block of the other 16-bit format:
-    # {"fp16": {"enabled": "auto"}} by itself would train in fp32 if bf16 is requested.
+    # Like Accelerate, enable the precision if only the block of the other 16-bit format has "auto":
+    # {"fp16": {"enabled": "auto"}} alone would train in fp32 if bf16 is requested.
     automatic = any(block_of(config, name).get("enabled") == AUTO for name in ("bf16", "fp16"))
     if automatic and facts.precision != "fp32":
         resolved.setdefault(facts.precision, {"enabled": True})
@@ -77,7 +77,7 @@ def resolve(config: Mapping[str, Any], facts: TrainingFacts) -> tuple[Config, di
 
 
 def fill_in(config: Mapping[str, Any], facts: TrainingFacts) -> tuple[Config, dict[str, Any]]:
-    """Replace each "auto" that the Trainer replaces, and leave any other.
+    """Replace each "auto" that the Trainer replaces, and leave the others unchanged.
 
     Return the configuration, and path → value of each replaced key, in the order of the Trainer's code. Raises
     UsageError if the Trainer needs the model's hidden size and it has none.
@@ -107,7 +107,7 @@ def fill_in(config: Mapping[str, Any], facts: TrainingFacts) -> tuple[Config, di
         # The Trainer fills in the stage 3 sizes only at stage 3, whether or not the parameters are offloaded.
         **{f"zero_optimization.{key}": size for key, size in sizes_for(sizes, zero.get("stage", 0), None).items()},
         "scheduler.params.total_num_steps": steps,
-        # At least 1, as DeepSpeed's warm-up schedulers refuse 0 (runtime/lr_schedules.py).
+        # At least 1, as DeepSpeed's warm-up schedulers reject 0 (runtime/lr_schedules.py).
         # A value below 1 is a fraction of the steps (TrainingArguments.get_warmup_steps).
         "scheduler.params.warmup_num_steps": max(1, int(warmup) if warmup >= 1 else math.ceil(steps * warmup)),
     }

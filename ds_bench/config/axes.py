@@ -1,6 +1,6 @@
 """The axes: named dimensions along which rows differ, as a table.
 
-An axis says which values it takes, what each value sets, where it acts, what it is expected to change, and its source.
+Each axis states its values, what each value sets, where it applies, what it is expected to change, and its source.
 ``axis_rows`` reads values from text and makes rows of them. ``scripts/make_axes_page.py`` writes ``docs/axes.md``.
 
 Sources are DeepSpeed 0.19.8 (paths below ``deepspeed/``) unless another project is named; ``#1234`` is a pull request
@@ -20,11 +20,11 @@ from .spec import ATTENTIONS, CPU_BINDINGS, ENGINES, LOSSES, MAX_DATA_WORKERS, M
 Value = bool | int | float | str
 """A value of an axis: a boolean, a number or a name."""
 CHANGES = {
-    "parameters": "ledger: parameters",
-    "gradients": "ledger: gradients",
-    "optimizer_states": "ledger: optimizer states",
-    "deepspeed_buffers": "ledger: DeepSpeed's buffers",
-    "activations": "ledger: activations",
+    "parameters": "memory: parameters",
+    "gradients": "memory: gradients",
+    "optimizer_states": "memory: optimizer states",
+    "deepspeed_buffers": "memory: DeepSpeed's buffers",
+    "activations": "memory: activations",
     "nvme": "swapping",
     "peak": "peak memory within a step",
     "time": "step time",
@@ -39,7 +39,7 @@ CHANGES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowFacts:
-    """Facts of a row: the first four decide whether an axis acts, all of them what a value sets."""
+    """Facts of a row: the first four decide whether an axis applies, and all of them decide what a value sets."""
 
     stage: int
     offload_optimizer: str | None = None
@@ -68,12 +68,12 @@ class Setting:
 
 
 class NotForThisRowError(ValueError):
-    """A value that cannot be set in this row; the text says why."""
+    """A value that cannot be set in this row; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numbers:
-    """The numbers that an axis takes."""
+    """The numbers that an axis accepts."""
 
     least: float
     most: float
@@ -95,7 +95,7 @@ class Axis:
     """Heading in the list of axes."""
     _: KW_ONLY
     meaning: str
-    """Its meaning, in a sentence without its full stop."""
+    """Its meaning, as a sentence without the final period."""
     label: str = ""
     """Short text for tables, before the value; empty: the name."""
     keys: tuple[str, ...] = ()
@@ -105,7 +105,7 @@ class Axis:
     variables: tuple[str, ...] = ()
     """Environment variables that it sets."""
     switch: bool = False
-    """Takes ``true`` and ``false``."""
+    """Accepts ``true`` and ``false``."""
     numbers: Numbers | None = None
     names: tuple[str, ...] = ()
     """Named values, besides the keys of ``settings``."""
@@ -116,21 +116,21 @@ class Axis:
     default: str = ""
     """The value in rows that do not set the axis."""
     stages: tuple[int, ...] = (0, 1, 2, 3)
-    """ZeRO stages where it acts."""
+    """ZeRO stages at which it applies."""
     offload: Literal["optimizer", "optimizer or parameters", "nvme"] | None = None
-    """Offloads that a row must have for it to act; None: any row."""
+    """Offloads that a row must have for the axis to apply; None: any row."""
     engines: tuple[str, ...] = ("deepspeed",)
     changes: tuple[str, ...]
-    """Expected effects, besides the configuration: keys of :data:`CHANGES`. With ``losses`` it changes the
-    arithmetic, and a row is compared only with rows of the same value."""
+    """Expected effects, besides the configuration: keys of :data:`CHANGES`. With ``losses``, the axis changes the
+    arithmetic, and a row is compared only with rows that have the same value."""
     same_losses: tuple[str, ...] = ()
-    """With ``losses``: the values that leave the arithmetic as it is without the axis."""
+    """With ``losses``: the values that leave the arithmetic unchanged."""
     note: str = ""
-    """What else a user must know."""
+    """Anything else that a user must know."""
     cuda_only: str = ""
     """Why values other than the default are Unsupported on the CPU accelerator; empty if they run there."""
     requires: Mapping[str, Requirements] = field(default_factory=dict)
-    """Value → what else it needs."""
+    """Value → its additional requirements."""
     source: str
 
     @property
@@ -139,7 +139,7 @@ class Axis:
 
     @property
     def values(self) -> tuple[str, ...]:
-        """Values that have a name, ``true`` and ``false`` among them."""
+        """Values that have a name, including ``true`` and ``false``."""
         return (*(("true", "false") if self.switch else ()), *self.names, *self.settings)
 
 
@@ -159,8 +159,8 @@ def _known(size: int | None, what: str) -> int:
 def small_sizes(hidden_size: int) -> dict[str, int]:
     """Return small sizes for a model of this hidden size, by key of ``zero_optimization``.
 
-    A layer has about 12 h² parameters. Buckets hold one matrix (h²); stage 3 gathers at most two layers and keeps none
-    for a use further away than that.
+    A layer has about 12 h² parameters. Buckets hold one matrix (h²); stage 3 gathers at most two layers, and keeps no
+    parameter whose next use is further away than that.
     """
     matrix = hidden_size * hidden_size
     return {
@@ -219,8 +219,8 @@ def _hpz(value: Value, row: RowFacts) -> Setting:
 
 
 def _optimizer_block(kind: str, **params: Any) -> dict[str, Any]:
-    """The block of an optimizer; parameters of others are removed."""
-    # None removes what the row had: DeepSpeed stops at an argument that the new class does not accept.
+    """The block of an optimizer, with other optimizers' parameters removed."""
+    # None removes the value in the row: DeepSpeed fails on an argument that the new class does not accept.
     all_params = {"betas": None, "eps": None, "torch_adam": None, "fused": None, "adam_w_mode": None} | params
     return {"optimizer": {"type": kind, "params": all_params}}
 
@@ -240,8 +240,8 @@ _OPTIMIZER_CONFIGS: dict[str, dict[str, Any]] = {
 def _optimizer(value: Value, row: RowFacts) -> Setting:
     config = _OPTIMIZER_CONFIGS[str(value)]
     if value in ("torch_adamw", "torch_fused_adamw") and row.offload_optimizer:
-        raise NotForThisRowError("does not step on the host; optimizer=adamw offloads to DeepSpeed's own AdamW")
-    # DeepSpeed refuses Muon with reduce_scatter at stage 3 (runtime/zero/stage3.py).
+        raise NotForThisRowError("cannot run on the host; optimizer=adamw uses DeepSpeed's own AdamW there")
+    # DeepSpeed rejects Muon with reduce_scatter at stage 3 (runtime/zero/stage3.py).
     if value == "muon" and row.stage == 3:
         config = config | {"zero_optimization": {"reduce_scatter": False}}
     return Setting(config=config)
@@ -299,7 +299,7 @@ _TABLE = (
          switch=True, default="false", engines=ENGINES, changes=("activations", "time"),
          meaning="recomputes the activations of each layer in the backward pass instead of keeping them",
          note="uses Transformers' gradient_checkpointing_enable; DeepSpeed's activation_checkpointing block has no "
-              "effect on its models",
+              "effect on Transformers models",
          source="runtime/activation_checkpointing/checkpointing.py; transformers/modeling_utils.py"),
     Axis("micro_batch", "Workload", label="micro-batch", keys=("train_micro_batch_size_per_gpu",),
          fields=("batch_size",), numbers=Numbers(least=1, most=4096), default="--batch-size", engines=ENGINES,
@@ -317,14 +317,14 @@ _TABLE = (
     Axis("loss", "Computation", fields=("loss",), names=LOSSES, default="model",
          changes=("activations", "peak", "time"),
          meaning="how logits and loss are computed; model: by the model, with fp32 logits; chunked: DeepSpeed's "
-                 "cross-entropy, which keeps the logits in their own format; tiled: DeepSpeed's loss for a few tokens "
-                 "at a time, which keeps no logits; liger: Liger's fused kernel, which keeps none either",
+                 "cross-entropy, which keeps the logits in their own format; tiled: DeepSpeed's loss, computed for a "
+                 "few tokens at a time, which keeps no logits; liger: Liger's fused kernel, which keeps none either",
          note="tiled and liger keep the gradients of the output layer and of its input instead; nothing else saves as "
-              "much at long sequences. liger needs a GPU and the package liger_kernel",
+              "much memory with long sequences. liger needs a GPU and the package liger_kernel",
          source="runtime/chunked_cross_entropy.py; runtime/sequence_parallel/ulysses_sp.py, TiledFusedLogitsLoss"),
     Axis("tiled_mlp", "Computation", label="tiled MLP", fields=("tiled_mlp",), switch=True, default="false",
          changes=("activations", "peak", "time"),
-         meaning="computes the MLP of each layer for a few tokens at a time, and again in the backward pass",
+         meaning="computes the MLP of each layer for a few tokens at a time, and recomputes it in the backward pass",
          note="keeps only the input of each MLP; for sequences that are long compared with the hidden size",
          source="runtime/sequence_parallel/ulysses_sp.py, TiledMLP"),
     Axis("compile", "Computation", keys=("compile.deepcompile",), fields=("compile",), settings=_COMPILES,
@@ -357,22 +357,22 @@ _TABLE = (
          changes=("build",),
          meaning="splits the model among the ranks while it is built; false: every rank builds it whole in host memory "
                  "and moves it whole to its GPU, and deepspeed.initialize then splits it",
-         note="false is what happens to a model made before the configuration, or with Accelerate's zero3_init_flag: "
-              "false. A factory's model is always built whole in host memory; true splits it there tensor by tensor. "
-              "On the CPU accelerator, where the parts and the gathering buffers are in host memory too, two ranks "
-              "take less without zero.Init",
+         note="false is how a model is built if it is created before the configuration, or with Accelerate's "
+              "zero3_init_flag: false. A factory's model is always built whole in host memory; true splits it there "
+              "tensor by tensor. On the CPU accelerator, where the parts and the gathering buffers are in host memory "
+              "too, two ranks use less memory without zero.Init",
          source="runtime/engine.py, _configure_distributed_model; runtime/zero/parameter_offload.py; #1814, #3606"),
     Axis("allocator", "Host", variables=("PYTORCH_CUDA_ALLOC_CONF",), settings=_ALLOCATORS, default="default",
          engines=ENGINES, changes=("peak", "time"),
          meaning="how torch's allocator reserves GPU memory; expandable_segments lets its segments grow, which "
-                 "wastes less between tensors", cuda_only="the allocator is CUDA's",
+                 "wastes less memory between tensors", cuda_only="the allocator is CUDA's",
          source="torch/cuda/memory.py, PYTORCH_CUDA_ALLOC_CONF"),
     Axis("autotp", "Parallel ranks", keys=("tensor_parallel.autotp_size",), numbers=Numbers(least=1, most=1024),
          default="1", stages=(0, 1, 2),
          changes=("parameters", "gradients", "optimizer_states", "activations", "time", "batch"),
          meaning="ranks that share every layer (tensor parallelism)",
-         note="must divide the number of ranks and of attention heads; the ranks of a group get the same data, which "
-              "counts once. Not for GPT-2. Memory is not predicted",
+         note="must divide the number of ranks and the number of attention heads; the ranks of a group get the same "
+              "data, which counts once. Not for GPT-2. Memory is not predicted",
          source="runtime/engine.py, _apply_autotp_partitioning; module_inject/auto_tp.py; since 0.16.4"),
     Axis("sequence_parallel", "Parallel ranks", keys=("sequence_parallel_size",), numbers=Numbers(least=1, most=1024),
          default="1", changes=("activations", "time", "batch"), meaning="ranks that share every sequence (Ulysses)",
@@ -391,7 +391,7 @@ _TABLE = (
          keys=("bf16.enabled", "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"),
          fields=("precision",), settings=_BF16_STATES, default="off", same_losses=("off",), stages=(1, 2, 3),
          changes=("optimizer_states", "gradients", "time", "losses"),
-         meaning="keeps master weights and gradients (master), and the optimizer's moments too (all), in bf16",
+         meaning="keeps master weights and gradients (master), or these and the optimizer's moments (all), in bf16",
          note="master needs an optimizer offloaded to the CPU. DeepSpeed's example keeps 16.2 instead of 25.7 "
               "GiB resident for 6.9 billion parameters on four GPUs. Small updates are lost in bf16: check the losses",
          source="runtime/base_optimizer.py, _configure_master_weights; since 0.18.3, with offload #8010"),
@@ -406,7 +406,7 @@ _TABLE = (
                  "values, or the defaults",
          note="with h the hidden size: small_buffers has buckets of h², prefetch 0.9 h², live parameters and reuse "
               "distance 24 h²; trainer_auto has a reduce bucket of h², prefetch 0.9 h² and persistence 10 h; with "
-              "parameters on NVMe prefetch and reuse distance stay 0",
+              "parameters on NVMe, prefetch and reuse distance stay 0",
          source="transformers/integrations/deepspeed.py, trainer_config_finalize; #4093, #5305"),
     Axis("reduce_bucket_size", "Communication and buckets", label="reduce bucket", keys=(ZERO + "reduce_bucket_size",),
          numbers=_SIZES, names=("auto",), compute=_size_or_auto("reduce_bucket_size"), default="5e8", stages=(1, 2, 3),
@@ -415,8 +415,8 @@ _TABLE = (
          source="runtime/zero/stage_1_and_2.py, setup_buckets; #6351"),
     Axis("allgather_bucket_size", "Communication and buckets", label="allgather bucket",
          keys=(ZERO + "allgather_bucket_size",), numbers=_SIZES, default="5e8", stages=(1, 2), changes=("nothing",),
-         meaning="elements of updated parameters gathered at once after the step",
-         note="DeepSpeed gathers everything at once with torch's all_gather_into_tensor, whatever this size",
+         meaning="elements of updated parameters gathered together after the step",
+         note="DeepSpeed gathers everything together with torch's all_gather_into_tensor, whatever this size",
          source="runtime/utils.py, all_gather_dp_groups"),
     Axis("reduce_scatter", "Communication and buckets", keys=(ZERO + "reduce_scatter",), switch=True, default="true",
          stages=(2, 3), changes=("peak", "time"),
@@ -424,7 +424,7 @@ _TABLE = (
          source="runtime/zero/stage_1_and_2.py, average_tensor; runtime/zero/stage3.py, __avg_scatter_grads"),
     Axis("contiguous_gradients", "Communication and buckets", keys=(ZERO + "contiguous_gradients",), switch=True,
          default="true", stages=(1, 2, 3), changes=("deepspeed_buffers", "time"),
-         meaning="copies gradients into one buffer as they are made, which avoids fragmentation",
+         meaning="copies gradients into one buffer as they are computed, which avoids fragmentation",
          note="always on in rows that offload the optimizer at stages 1 and 2",
          source="runtime/zero/stage_1_and_2.py, setup_buckets"),
     Axis("round_robin_gradients", "Communication and buckets", label="round robin",
@@ -458,7 +458,7 @@ _TABLE = (
          meaning="gathers parameters one by one, without a common buffer; sets the prefetch bucket to 1",
          source="runtime/engine.py, _configure_zero_optimizer; #7661, since 0.18.5"),
     Axis("sub_group_size", "Stage 3", keys=(ZERO + "sub_group_size",), numbers=_SIZES, default="1e9", stages=(3,),
-         changes=("peak", "time"), meaning="elements of the rank's part that the optimizer updates at once",
+         changes=("peak", "time"), meaning="elements of the rank's part that the optimizer updates at a time",
          source="runtime/zero/stage3.py, _create_fp16_sub_groups"),
     Axis("leaf_modules", "Stage 3", label="leaf modules", keys=(ZERO + "leaf_module",), settings=_LEAF_MODULES,
          default="the blocks of Mixtral, Qwen2-MoE and Qwen3-MoE", stages=(3,), changes=("peak", "time"),
@@ -473,13 +473,13 @@ _TABLE = (
     Axis("qwz", "ZeRO++", keys=(ZERO + "zero_quantized_weights",), switch=True, default="false", stages=(3,),
          changes=("peak", "time", "losses"), same_losses=("false",),
          requires={"true": Requirements(ops=("QuantizerBuilder",))}, meaning="sends parameters quantized to 8 bits",
-         cuda_only="the op that quantizes exists for CUDA only",
+         cuda_only="the quantization op exists for CUDA only",
          source="arXiv 2306.10209; runtime/zero/partition_parameters.py, CUDAQuantizer"),
     Axis("qgz", "ZeRO++", keys=(ZERO + "zero_quantized_gradients",), switch=True, default="false", stages=(3,),
          changes=("peak", "time", "losses"), same_losses=("false",),
          requires={"true": Requirements(ops=("QuantizerBuilder",), min_nodes=2)},
-         meaning="sends gradients between nodes quantized to 4 bits", note="DeepSpeed ignores it on one node",
-         cuda_only="the op that quantizes exists for CUDA only",
+         meaning="quantizes gradients that are sent between nodes to 4 bits", note="DeepSpeed ignores it on one node",
+         cuda_only="the quantization op exists for CUDA only",
          source="arXiv 2306.10209; runtime/zero/stage3.py, __avg_scatter_grads"),
     Axis("offload_ratio", "Offload", label="ratio", keys=(OPTIMIZER + "ratio", ZERO + "sub_group_size"),
          numbers=Numbers(least=0, most=1, whole=False), compute=_offload_ratio, default="1.0", stages=(3,),
@@ -491,13 +491,13 @@ _TABLE = (
     Axis("pin_memory", "Offload", keys=(OPTIMIZER + "pin_memory", PARAM + "pin_memory"), switch=True, default="true",
          stages=(1, 2, 3), offload="optimizer or parameters", changes=("peak", "time"),
          meaning="page-locks host memory, so that copies are faster and overlap with computation",
-         cuda_only="pinned memory is for copies to a device, and the CPU accelerator makes none",
+         cuda_only="pinned memory is for copies to a device, and the CPU accelerator makes no such copies",
          source="runtime/zero/offload_config.py; default true since 0.19.5, #8207"),
     Axis("pin_memory_backend", "Offload", label="pinned by", variables=("DS_PIN_MEMORY_BACKEND",),
          names=("torch", "native"), default="torch", stages=(1, 2, 3), offload="optimizer or parameters",
          changes=("peak", "time"), requires={"native": Requirements(ops=("PinMemoryBuilder",))},
          meaning="what page-locks host memory: torch's allocator, which rounds up to powers of two, or DeepSpeed's op",
-         cuda_only="pinned memory is for copies to a device, and the CPU accelerator makes none",
+         cuda_only="pinned memory is for copies to a device, and the CPU accelerator makes no such copies",
          source="utils/pin_memory.py, #8211"),
     Axis("zenflow", "Offload", keys=(ZERO + "zenflow",), names=("off", "on", "overlap"), compute=_zenflow,
          default="off", same_losses=("off",), stages=(1, 2), offload="optimizer",
@@ -505,20 +505,20 @@ _TABLE = (
          meaning="applies the most important tenth of the gradients on the accelerator and the rest on the host; "
                  "overlap: both at the same time",
          note="DeepSpeed takes the accumulation from the update interval (0 if that is auto), so both intervals are "
-              "set to the row's accumulation. Refused at stage 3, where DeepSpeed 0.19.8 transposes every matrix of "
-              "the model, embeddings too, and trains wrongly or stops",
+              "set to the row's accumulation. Not supported at stage 3, where DeepSpeed 0.19.8 transposes every "
+              "matrix of the model, including embeddings, and trains wrongly or fails",
          cuda_only="on the CPU accelerator its loss starts at a different value and hardly falls",
          source="runtime/zenflow/engine.py, configure_zenflow; #7759, since 0.17.5"),
     Axis("superoffload", "Offload", keys=(OPTIMIZER + "super_offload",), switch=True, default="false", stages=(3,),
          offload="optimizer", changes=("time",),
          meaning="updates weights on the host during the backward pass; made for superchips (GH200)",
          note="overlaps only with --set gradient_clipping=0; gains little over PCIe (#7966)",
-         cuda_only="its optimizer refuses the CPU accelerator",
+         cuda_only="its optimizer does not support the CPU accelerator",
          source="runtime/superoffload/superoffload_stage3.py, since 0.18.0"),
     Axis("nvme_pipeline", "NVMe", label="NVMe pipeline",
          keys=(OPTIMIZER + "pipeline_read", OPTIMIZER + "pipeline_write"), settings=_PIPELINES, default="off",
          stages=(3,), offload="nvme", changes=("nvme", "time"),
-         meaning="reads the next part of the optimizer, or writes the last one, while the current part is updated",
+         meaning="reads the next part of the optimizer, or writes the previous one, while the current part is updated",
          source="runtime/swap_tensor/pipelined_optimizer_swapper.py"),
     Axis("aio_block_size", "NVMe", label="aio block", keys=("aio.block_size",), numbers=Numbers(least=4096, most=2**30),
          default="1048576", stages=(3,), offload="nvme", changes=("nvme", "time"),
@@ -526,7 +526,7 @@ _TABLE = (
          source="runtime/swap_tensor/aio_config.py; optimizer_utils.py, MIN_AIO_BYTES"),
     Axis("aio_queue_depth", "NVMe", label="aio depth", keys=("aio.queue_depth",), numbers=Numbers(least=1, most=1024),
          default="8", stages=(3,), offload="nvme", changes=("nvme", "time"),
-         meaning="reads and writes in the disk's queue at once", source="runtime/swap_tensor/aio_config.py"),
+         meaning="reads and writes in the disk's queue at the same time", source="runtime/swap_tensor/aio_config.py"),
     Axis("optimizer", "Optimizer", keys=("optimizer", ZERO + "reduce_scatter"), names=tuple(_OPTIMIZER_CONFIGS),
          compute=_optimizer, default="adamw (--optimizer)", same_losses=("adamw", "torch_adamw", "torch_fused_adamw"),
          changes=("optimizer", "optimizer_states", "time", "losses"),
@@ -539,12 +539,12 @@ _TABLE = (
 # fmt: on
 
 AXES = {axis.name: axis for axis in _TABLE}
-"""Every axis by name. They are listed and applied in this order."""
+"""All axes by name. They are listed and applied in this order."""
 PARALLEL_AXES = ("autotp", "sequence_parallel")
 """Axes that make ranks share data, so that fewer ranks see distinct data; rows are compared by tokens per second."""
 
 
-def other_arithmetic(axis_values: Mapping[str, str]) -> dict[str, str]:
+def changed_arithmetic(axis_values: Mapping[str, str]) -> dict[str, str]:
     """Return a row's values (``Configuration.axis_values``) that change what is computed, not only how.
 
     Precision is not among them, since it is a field of the workload.

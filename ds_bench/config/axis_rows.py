@@ -24,9 +24,9 @@ from .spec import Requirements
 
 MAX_ROWS = 64
 """Maximum number of rows that axes may make. Recipes are limited by ``sweep.MAX_TRIALS``."""
-# float() would also take nan, inf and 1_000.
+# float() would also accept nan, inf and 1_000.
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
-# For remedies only: other spellings of a switch are refused.
+# For remedies only: other spellings of a switch are rejected.
 _TRUTHS = {"on": "true", "yes": "true", "1": "true", "off": "false", "no": "false", "0": "false"}
 
 
@@ -77,14 +77,14 @@ def read_values(name: str, texts: Sequence[str]) -> AxisValues:
     values: dict[Value, AxisValue] = {}
     for text in texts:
         value = _read_value(axis, text)
-        # Row names join values by plus signs, so 1e+8 is written 1e8.
+        # Row names join values with plus signs, so 1e+8 is written 1e8.
         spelling = text.lower() if isinstance(value, bool) else text.replace("+", "")
         values.setdefault(value, AxisValue(axis_name=axis.name, text=spelling, value=value))
     return tuple(values.values())
 
 
 def find_axis(name: str) -> Axis:
-    """Return the axis of that name. For an unknown one raises UsageError with the nearest name."""
+    """Return the axis of that name. Raises UsageError for an unknown name, with the nearest known one."""
     if name in AXES:
         return AXES[name]
     # Users know DeepSpeed's keys: stage3_prefetch_bucket_size.
@@ -135,7 +135,7 @@ def _bound(limit: float) -> str:
 
 
 def describe_rows(axis: Axis) -> str:
-    """Describe the rows where an axis acts: ``rows of stage 3 that offload the optimizer``."""
+    """Describe the rows to which an axis applies: ``rows of stage 3 that offload the optimizer``."""
     parts = []
     if axis.stages != (0, 1, 2, 3):
         parts.append(f"of stage{'s' if len(axis.stages) > 1 else ''} {format_series(axis.stages, 'and')}")
@@ -149,7 +149,7 @@ def describe_rows(axis: Axis) -> str:
 
 
 def combinations(selected: Sequence[AxisValues], row: RowFacts) -> list[AxisValues]:
-    """Return the combinations of values of the axes that act in a row; one empty combination if none acts.
+    """Return the combinations of values of the axes that apply to a row; one empty combination if none applies.
 
     ``selected``: the values of each axis.
     """
@@ -157,19 +157,19 @@ def combinations(selected: Sequence[AxisValues], row: RowFacts) -> list[AxisValu
 
 
 def idle_axis_notes(selected: Sequence[AxisValues], rows: Mapping[str, RowFacts]) -> list[str]:
-    """Return a note for each axis that does not act in some rows. ``rows``: by label.
+    """Return a note for each axis that does not apply to some rows. ``rows``: by label.
 
-    Raises UsageError for an axis that acts in no row.
+    Raises UsageError for an axis that applies to no row.
     """
     notes = []
     for values in selected:
         axis = values[0].axis
         idle = [label for label, row in rows.items() if not acts(axis, row)]
         if len(idle) == len(rows):
-            problem = f"axis {axis.name} acts only in {describe_rows(axis)}, and no such row is compared"
+            problem = f"axis {axis.name} applies only to {describe_rows(axis)}, and no such row is compared"
             raise UsageError(problem, remedy="leave it out, or compare such a row")
         if idle:
-            notes.append(f"{axis.name} acts only in {describe_rows(axis)}: not varied in {', '.join(idle)}")
+            notes.append(f"{axis.name} applies only to {describe_rows(axis)}: not varied in {', '.join(idle)}")
     return notes
 
 
@@ -200,7 +200,7 @@ def split_name(name: str) -> tuple[str, AxisValues]:
 
 
 def setting_of(values: AxisValues, facts: RowFacts) -> Setting:
-    """Return what the values together set in a row. Raises UsageError if one cannot be set or two contradict.
+    """Return all that the values set in a row. Raises UsageError if one cannot be set or two contradict each other.
 
     They are applied in the order of ``AXES``, since ZenFlow's intervals depend on the accumulation.
     """

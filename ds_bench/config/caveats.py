@@ -1,10 +1,10 @@
 """Caveats: what a reader must know about a row or a comparison. A caveat stores its kind and numbers; the
 text is made here.
 
-``analysis/trial_caveats.py`` and ``analysis/loss_parity.py`` find caveats of one row, and
-``analysis/comparison.py`` caveats of a whole comparison. The plan, the launcher and the ranks report what only
-they see: a ``Caveat``, or plain text, which is a note. ``report/comparison_report.py`` adds why a row failed or has no
-ratio, which no file stores as a caveat.
+``analysis/trial_caveats.py`` and ``analysis/loss_parity.py`` find the caveats of one row, and
+``analysis/comparison.py`` finds those of a whole comparison. The plan, the launcher and the ranks report what only
+they see, as a ``Caveat`` or as plain text, which becomes a note. ``report/comparison_report.py`` adds the reasons why
+a row failed or has no ratio, which no file stores as caveats.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from enum import StrEnum
 from ..system import invocation
 from ..units import format_template
 
-_UNSTABLE = "use more --num-steps, or a quieter machine"
+_UNSTABLE = "raise --num-steps, or use a quieter machine"
 _LOSSES = (
     "compare the row's ds_config.json with the other row's, then run both with --precision fp32: rounding differences "
     "vanish there; differences from a wrong configuration remain"
@@ -57,21 +57,21 @@ class CaveatKind(StrEnum):
 
     # The times of a row.
     UNSTABLE_RUNS = ("unstable_runs", "unstable: the means of {runs} runs vary by {variation:percent}",
-        "use more --repeats, or a quieter machine")
+        "raise --repeats, or use a quieter machine")
     UNSTABLE_STEPS = "unstable_steps", "unstable: step times vary by more than 5 %", _UNSTABLE
     NOT_STEADY = ("not_steady", "not steady: the halves of the window differ by more than 5 %",
-        "use more --warmup-steps")
+        "raise --warmup-steps")
     OUTLIERS = "outliers", "outliers: {count} of {steps} measured steps took far longer: {slowest}; all are counted"
     NO_WARM_UP = ("no_warm_up", "no warm-up: the first step, with its one-time costs, is in the window",
         "use --warmup-steps")
-    ONE_STEP = "one_step", "one measured step: its spread is unknown", "use more --num-steps"
+    ONE_STEP = "one_step", "one measured step: its spread is unknown", "raise --num-steps"
     NOT_SYNCHRONIZED = ("not_synchronized", "not synchronized (wrong on purpose): {meaning}", "leave out --no-sync",
         True)
-    DATA_WAIT = ("data_wait", "steps wait for data: {wait:ms} of {step:ms} ms in each",
-        "use more --data-workers, or a faster disk")
+    DATA_WAIT = ("data_wait", "each step waits for data for {wait:ms} of its {step:ms} ms",
+        "raise --data-workers, or use a faster disk")
     DISK_BOUND = ("disk_bound",
         "disk-bound: a step waits {wait:ms} ms for the disk; everything else takes {other:ms} ms",
-        "use a faster disk or several as RAID 0, or keep in host memory what fits there")
+        "use a faster disk or several in RAID 0, or keep in host memory as much as fits there")
     CPU_BUSY = ("cpu_busy", "the CPU was busy: other programs used {other:.1f} of {cores:g} cores during the run",
         _CPU, True)
     CPU_QUOTA = ("cpu_quota",
@@ -81,19 +81,21 @@ class CaveatKind(StrEnum):
     SLOW_GPU = ("slow_gpu",
         "GPU {gpu} ran at {clock:.0f} MHz on average, GPU {other} at {fastest:.0f}: the slowest sets the pace",
         _THROTTLED)
-    COMPILED_MASK = ("compiled_mask", "attends with an explicit mask, which flash attention cannot take: Transformers "
-        "builds it while torch.compile traces; uncompiled rows use is_causal",
+    COMPILED_MASK = ("compiled_mask", "uses an explicit attention mask, which flash attention does not support: "
+        "Transformers builds it while torch.compile traces; uncompiled rows use is_causal",
         "flash_attention_2, a value of the axis attention, needs no mask")
     MFU_ABOVE_1 = "mfu_above_1", "MFU of {mfu:percent0} is impossible", "check --peak-tflops"
 
     # What a row trained.
-    BATCH_MISMATCH = "batch_mismatch", "ran micro-batch {ran}, as the DeepSpeed config says, not the flags' {asked}"
-    OTHER_OFFLOAD = ("other_offload", "ran {part} offload {used}, as the DeepSpeed config says, not this row's {named}",
-        None, True)
+    BATCH_MISMATCH = ("batch_mismatch",
+        "ran with micro-batch {ran}, as the DeepSpeed config says, not the flags' {asked}")
+    OTHER_OFFLOAD = ("other_offload",
+        "ran with {part} offload {used}, as the DeepSpeed config says, not this row's {named}", None, True)
     TORCH_ADAM = ("torch_adam",
         "torch's AdamW instead of DeepSpeed's FusedAdam, which does not build here (stage 0 in bf16 or fp16 then also "
-        "has another wrapper): {reason}", f"see why the op does not build: {invocation.command('ops')}")
-    OTHER_OPTIMIZER = ("other_optimizer", "trained with {used}, not the {asked} that the DeepSpeed config requests",
+        "has a different wrapper): {reason}", f"see why the op does not build: {invocation.command('ops')}")
+    OTHER_OPTIMIZER = ("other_optimizer",
+        "trained with {used}, not with the {asked} that the DeepSpeed config requests",
         f"see why the op does not build: {invocation.command('ops')}", True)
     OTHER_ADAM = ("other_adam", "uses {used}, while {row} uses {other}: that explains part of any speed difference",
         "--set optimizer.params.torch_adam=true compares all rows with torch's AdamW")
@@ -135,7 +137,7 @@ class CaveatKind(StrEnum):
     OTHER_ENGINE = ("other_engine", "the script's engine ran with {ran}; this row's file says {asked}",
         "pass the configuration to the script another way (docs/own_work.md)", True)
     OTHER_PARAMETERS = ("other_parameters",
-        "trains {own} parameters, but {row} trains {theirs}: another model", None, True)
+        "trains {own} parameters, but {row} trains {theirs}: a different model", None, True)
     OTHER_TOKENS = ("other_tokens", "step {step} on rank {rank} has {own}, but {theirs} in {row}: different work",
         "make the script's data and accumulation independent of the configuration", True)
     OTHER_DATA = ("other_data", "trained on different data from {row}'s, starting at step {step} (rank {rank})",
@@ -154,27 +156,27 @@ class CaveatKind(StrEnum):
     ALLOCATOR_RETRIED = ("allocator_retried", "the allocator retried near the memory limit, which slows the row down",
         "lower --batch-size, or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and measure again")
     BUCKET_DOMINATES = ("bucket_dominates",
-        "DeepSpeed's buffers are most of the counted memory (reduce_bucket_size is {elements:,.0f} elements whatever "
-        "the model)", "shrink them with --set zero_optimization.reduce_bucket_size=50000000")
+        "DeepSpeed's buffers make up most of the counted memory (reduce_bucket_size is {elements:,.0f} elements "
+        "whatever the model)", "shrink them with --set zero_optimization.reduce_bucket_size=50000000")
     BUCKET_NOT_RESIDENT = ("bucket_not_resident",
-        "DeepSpeed's buffers are most of the counted memory (reduce_bucket_size is {elements:,.0f} elements whatever "
-        "the model); on the CPU almost none of it was touched, but a GPU would hold all of it")
-    MEMORY_PREDICTION_MISSED = ("memory_prediction_missed", "predicted memory is {ratio:.2f} of the measured peak",
+        "DeepSpeed's buffers make up most of the counted memory (reduce_bucket_size is {elements:,.0f} elements "
+        "whatever the model); on the CPU almost none of it was touched, but a GPU would hold all of it")
+    MEMORY_PREDICTION_MISSED = ("memory_prediction_missed", "predicted memory is {ratio:.2f} times the measured peak",
         _PREDICTION)
     TENSOR_PREDICTION_MISSED = ("tensor_prediction_missed",
-        "predicted tensor memory is {ratio:.2f} of what the ledger counted", _PREDICTION)
+        "predicted tensor memory is {ratio:.2f} times the counted tensor memory", _PREDICTION)
     LONGEST_POSSIBLE = "longest_possible", "no sequence longer than {tokens:,} tokens was tried: {limit}"
     SEARCH_TIMED_OUT = ("search_timed_out",
         "a larger size may fit: the search ended when {size} hit a time limit, which says nothing about memory",
         "raise --timeout or --stall-timeout and continue the search with --resume RUN_DIR --retry Timeout")
     NVME_IN_MEMORY = "nvme_in_memory", "--nvme-path is in memory ({file_system}), not on an NVMe disk", None, True
     NOTHING_SWAPPED = ("nothing_swapped",
-        "nothing was swapped: DeepSpeed keeps tensors under {block} bytes in memory; this row is not NVMe offload",
-        None, True)
+        "nothing was swapped: DeepSpeed keeps tensors under {block} bytes in memory; this row does not use NVMe "
+        "offload", None, True)
     PARAMETERS_NOT_SWAPPED = ("parameters_not_swapped",
-        "the parameters stayed in memory: each partition is under {block} bytes; only the optimizer swaps")
+        "the parameters stayed in memory: each partition is under {block} bytes; only the optimizer is swapped")
     NOTHING_REACHED_DISK = ("nothing_reached_disk",
-        "no bytes reached the disk in the measured steps: the path is memory or cache, not NVMe", None, True)
+        "no bytes reached the disk in the measured steps: the path is in memory or a cache, not on NVMe", None, True)
 
     # A row, where it is reported.
     NOT_COMPARABLE = "not_comparable", "no ratio, as rows differ: {differences}"
@@ -185,8 +187,8 @@ class CaveatKind(StrEnum):
         "{few} of {rows} rows have fewer than {needed} successful runs: their differences are not tested",
         "use --repeats 3 or more")
     SHORT_WINDOW = ("short_window",
-        "the shortest measured window is {seconds:.2f} s: below 2 s a card's clock is still settling, and one pause of "
-        "the host weighs heavily", "use more --num-steps")
+        "the shortest measured window is {seconds:.2f} s: below 2 s a card's clock is still settling, and a single "
+        "pause of the host has a large effect", "raise --num-steps")
     ONE_GPU = ("one_gpu", "with one GPU or rank, ZeRO 1–3 shard nothing and save no memory without offload",
         "use two GPUs or more to see what stages 1 to 3 save")
     CPU_ACCELERATOR = ("cpu_accelerator", "CPU accelerator: these figures say nothing about GPUs",
@@ -198,8 +200,8 @@ class CaveatKind(StrEnum):
     OTHER_PROCESS = ("other_process", "other processes ({processes}) also use {gpu}, which slows the rows down",
         "stop the other processes, or choose a free card with CUDA_VISIBLE_DEVICES")
     THROTTLED_BEFORE = "throttled_before", "{gpu} was throttled before the first trial: {reasons}", _THROTTLED
-    WSL = ("wsl", "measured under WSL, whose driver would move GPU memory to the host: each rank was limited to what "
-        "was free on its GPU at its start", "measure on native Linux for figures that hold there")
+    WSL = ("wsl", "measured under WSL, whose driver would move GPU memory to the host: each rank was limited to the "
+        "memory that was free on its GPU when it started", "measure on native Linux for figures that hold there")
     SWAP_USED = ("swap_used", "{host} has {swapped:bytes} swapped out",
         "free host memory before measuring, especially for offload rows")
     # fmt: on

@@ -25,7 +25,8 @@ from .spec import BATCH_KEYS, OFFLOAD_BLOCKS, BatchPolicy, Configuration
 _MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
 """Blocks that make DeepSpeed write or send values at every step."""
 _DECIDED_FOR_THE_ROW = frozenset(rule.name for rule in RULES if rule.row == "refusal")
-"""Rules that ``validation.unsupported_reason`` applies with the flags and the machine, such as ``--nvme-path``."""
+"""Rules that depend on the machine and on flags such as ``--nvme-path``; ``validation.unsupported_reason`` applies
+them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +43,9 @@ class FileRowMaker:
     def make(
         self, file: ConfigurationFile, batch_size: int | None = None, policy: BatchPolicy = "given"
     ) -> Configuration:
-        """Make the configuration of a file at a micro-batch; None for the workload's.
+        """Make the configuration of a file for a micro-batch; None for the workload's.
 
-        If DeepSpeed refuses the file, the configuration has the reason as ``refusal`` and must not be run.
+        If DeepSpeed rejects the file, the configuration has the reason as ``refusal`` and must not be run.
         """
         common = self.facts
         micro, accumulation = batch_size or common.batch_size, common.grad_accum
@@ -97,8 +98,8 @@ class FileRowMaker:
         # --optimizer may name one that DeepSpeed has not tested with ZeRO.
         if written.get("optimizer") != file.config.get("optimizer"):
             written.setdefault("zero_allow_untested_optimizer", True)
-        # Rewrite what DeepSpeed still reads and this program does not, before "auto" is resolved: the Trainer fills in
-        # bf16.
+        # Rewrite the spellings that DeepSpeed still reads and this program does not, before "auto" is resolved, since
+        # the Trainer fills in bf16.
         if "bfloat16" in written:  # ignored next to bf16
             written.setdefault("bf16", written.pop("bfloat16"))
         if isinstance(zero := written.get("zero_optimization"), bool):
@@ -118,8 +119,8 @@ class FileRowMaker:
         # complete_config computes the total batch for the run's number of ranks.
         config = {key: value for key, value in resolved.items() if key != "train_batch_size"}
         config |= {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": accumulation}
-        # Refuse what DeepSpeed refuses: after "auto" is resolved, as DeepSpeed sees it, and before spellings are
-        # replaced, since it refuses a setting under two names.
+        # Reject what DeepSpeed rejects: after "auto" is resolved, as DeepSpeed sees it, and before spellings are
+        # replaced, since DeepSpeed rejects a setting under two names.
         lint.refuse(config, lambda finding: finding.level == "error" and finding.rule not in _DECIDED_FOR_THE_ROW)
         optimizer = config.get("optimizer", {"type": "AdamW"})
         if not isinstance(optimizer.get("type"), str):
@@ -145,7 +146,7 @@ class FileRowMaker:
 
 
 def batch_of_file(file: ConfigurationFile, num_gpus: int, batch_size: int, grad_accum: int) -> tuple[int, int]:
-    """Return the micro-batch and accumulation of a file as DeepSpeed computes them, else the given ones.
+    """Return the micro-batch and accumulation of a file as DeepSpeed computes them, or the given ones if it has none.
 
     Raises UsageError if its keys contradict each other or the number of GPUs.
     """
@@ -155,7 +156,7 @@ def batch_of_file(file: ConfigurationFile, num_gpus: int, batch_size: int, grad_
     if total not in (None, micro * accumulation * ranks):
         problem = f"train_batch_size {total} is not {micro} × {accumulation} × {ranks} data-parallel ranks"
         remedy = "change --num-gpus, or leave --keep-batch out"
-        raise UsageError(f"{problem}, so DeepSpeed refuses it", remedy=remedy)
+        raise UsageError(f"{problem}, so DeepSpeed rejects it", remedy=remedy)
     return micro, accumulation
 
 
@@ -192,8 +193,8 @@ def _batch_value(config: Mapping[str, Any], key: str) -> int | None:
     return value
 
 
-def has_other_batch(file: ConfigurationFile, num_gpus: int, batch_size: int, grad_accum: int) -> bool:
-    """Return whether a file's batch keys give another batch or contradict each other."""
+def has_different_batch(file: ConfigurationFile, num_gpus: int, batch_size: int, grad_accum: int) -> bool:
+    """Return whether a file's batch keys give a different batch or contradict each other."""
     try:
         return batch_of_file(file, num_gpus, batch_size, grad_accum) != (batch_size, grad_accum)
     except UsageError:
@@ -201,7 +202,7 @@ def has_other_batch(file: ConfigurationFile, num_gpus: int, batch_size: int, gra
 
 
 def as_deepspeed_reads_it(config: Mapping[str, Any]) -> Config:
-    """Return a configuration with old and alternative spellings replaced by those this program reads."""
+    """Return a configuration with old and alternative spellings replaced with those that this program reads."""
     case, read = Case(config=config), copy.deepcopy(dict(config))
     for name in ("bf16", "fp16"):
         if "enabled" in read.get(name, {}):
@@ -221,11 +222,11 @@ def as_deepspeed_reads_it(config: Mapping[str, Any]) -> Config:
 
 
 def _remove_side_effects(config: Config) -> list[str]:
-    """Remove settings that would write to other folders or send data. Return what was removed."""
+    """Remove settings that would write outside the results or send data. Return the removed settings."""
     removed = []
     for name in _MONITORS:
         if isinstance(block := config.pop(name, None), Mapping) and block.get("enabled"):
-            removed.append(f"{name} (a comparison writes nothing elsewhere and sends nothing)")
+            removed.append(f"{name} (a comparison writes only to its own folder and sends nothing)")
     if isinstance(profiler := config.get("flops_profiler"), dict) and profiler.pop("output_file", None):
         removed.append("flops_profiler.output_file")
     for name in OFFLOAD_BLOCKS:
@@ -245,9 +246,9 @@ def _complete_precision(config: Config, file: ConfigurationFile, wanted: str, us
     if file.precision == "fp32" != usual:
         # Without a block the row would get the precision of the other rows.
         config["bf16"] = {"enabled": False}
-        return ["its file asks for no mixed precision: trained in fp32"]
+        return ["its file turns mixed precision off: trained in fp32"]
     if wanted == "fp32":
         return []
     config[wanted] = {"enabled": True}
-    unnamed = f"its file names no precision: trained in {wanted}, not in DeepSpeed's fp32"
+    unnamed = f"its file names no precision: trained in {wanted}, not in DeepSpeed's default, fp32"
     return [unnamed] if file.precision is None else []

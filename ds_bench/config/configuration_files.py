@@ -1,8 +1,8 @@
 """Reads the configurations of ``--configs``: DeepSpeed JSON, Accelerate YAML, and a Trainer's arguments.
 
 ``"auto"`` is kept (``automatic_values`` resolves it). Files may come from anywhere: they are read as data only, up to a
-size and depth. JSON is read with hjson, as DeepSpeed reads it: comments, trailing commas and text without quotes are
-allowed, duplicate keys are not (``runtime/config_utils.py``).
+maximum size and depth. JSON is read with hjson, as DeepSpeed reads it: comments, trailing commas and text without
+quotes are allowed, duplicate keys are not (``runtime/config_utils.py``).
 
 Sources: DeepSpeed 0.19.8, ``runtime/config.py``; Accelerate 1.15, ``utils/launch.py``, ``utils/dataclasses.py``
 (``DeepSpeedPlugin``); Transformers 5.23, ``training_args.py``.
@@ -31,12 +31,12 @@ from .strategies import STRATEGY_NAMES
 FileKind = Literal["deepspeed", "accelerate", "trainer"]
 
 MAX_BYTES = 2**18
-"""Size of a file; configurations have a few kilobytes."""
+"""Maximum size of a file; configurations have a few kilobytes."""
 _MAX_VALUES = 10_000
-"""Values in a YAML file; those behind an alias count wherever it is used."""
+"""Maximum number of values in a YAML file; those behind an alias count wherever it is used."""
 _MAX_LEVELS = 32
 MAX_FILES = 500
-"""Files of one folder."""
+"""Maximum number of files in a folder."""
 _MAX_NAME_LENGTH = 120
 _SUFFIXES = (".json", ".yaml", ".yml", ".config", "")
 _DEEPSPEED_MARKS = {
@@ -54,7 +54,7 @@ _ACCELERATE_CONFLICTS = (
     *("gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device"),
     *("offload_param_device", "offload_param_nvme_path", "zero3_save_16bit_model"),
 )
-"""Keys that Accelerate refuses with ``deepspeed_config_file`` (``DeepSpeedPlugin._deepspeed_config_checks``)."""
+"""Keys that Accelerate rejects with ``deepspeed_config_file`` (``DeepSpeedPlugin._deepspeed_config_checks``)."""
 
 
 class ConfigSyntaxError(Exception):
@@ -75,8 +75,8 @@ class ConfigurationFileError(UsageError):
         self.path, self.reason = path, reason
 
 
-class OtherFileError(ConfigurationFileError):
-    """The file was read and is not a configuration."""
+class NotAConfigurationError(ConfigurationFileError):
+    """The file was read, but is not a configuration."""
 
 
 class MissingFileError(ConfigurationFileError):
@@ -85,18 +85,18 @@ class MissingFileError(ConfigurationFileError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigurationFile:
-    """A configuration of the user's own, as written in its file."""
+    """One of the user's own configurations, as written in its file."""
 
     path: Path
     kind: FileKind
     name: str
-    """Name of its row: the file name without its suffix, made unique and machine readable."""
+    """Name of its row: the file name without its suffix, made unique and machine-readable."""
     text: str
     """Text of the file and of the DeepSpeed configuration that it names; credentials redacted."""
     config: Mapping[str, Any]
     """The DeepSpeed configuration, "auto" included."""
     arguments: Mapping[str, float] = field(default_factory=dict)
-    """TrainingArguments in the file that "auto" stands for, such as ``learning_rate``."""
+    """TrainingArguments in the file that replace "auto", such as ``learning_rate``."""
     batch_arguments: Mapping[str, int] = field(default_factory=dict)
     """``per_device_train_batch_size`` and ``gradient_accumulation_steps`` of a Trainer's file."""
     precision: Precision | None = None
@@ -104,13 +104,13 @@ class ConfigurationFile:
     activation_checkpointing: bool = False
     """Whether a Trainer's file turns ``gradient_checkpointing`` on."""
     zero_init: bool = True
-    """Whether Accelerate builds a model of stage 3 under ``deepspeed.zero.Init`` (its ``zero3_init_flag``)."""
+    """Whether Accelerate builds a stage 3 model under ``deepspeed.zero.Init`` (its ``zero3_init_flag``)."""
     deepspeed_file: Path | None = None
     """The file that an Accelerate or Trainer file names for its DeepSpeed configuration."""
     deepspeed_name: str = ""
     """That file's name in the text."""
     conflicts: tuple[str, ...] = ()
-    """Keys that Accelerate refuses together with that file."""
+    """Keys that Accelerate rejects together with that file."""
     lax_line: int | None = None
     """Line where a JSON file is not strict JSON; None if it is."""
     lax_file: Path | None = None
@@ -123,23 +123,23 @@ class ConfigurationFile:
         notes += [f"its DeepSpeed configuration is {self.deepspeed_file}"] if self.deepspeed_file else []
         where = f"line {self.lax_line}{f' of {self.lax_file}' if self.lax_file else ''}"
         lax = f"not strict JSON at {where}: read as DeepSpeed reads it (hjson)"
-        return [*notes, f"{lax}; the Trainer and Accelerate refuse the file"] if self.lax_line else notes
+        return [*notes, f"{lax}; the Trainer and Accelerate reject the file"] if self.lax_line else notes
 
 
 def conflict_text(keys: Sequence[str]) -> str:
-    """Say which keys Accelerate refuses together with a DeepSpeed file."""
-    return f"Accelerate refuses {', '.join(keys)} together with deepspeed_config_file; the values of that file are used"
+    """Say which keys Accelerate rejects together with a DeepSpeed file."""
+    return f"Accelerate rejects {', '.join(keys)} together with deepspeed_config_file; the values of that file are used"
 
 
 def check_remedy(paths: Sequence[Path]) -> str:
-    """Return the remedy for refused files; empty for configurations inside a recipe."""
+    """Return the remedy for rejected files; empty for configurations inside a recipe."""
     return f"for details, run {invocation.command('check', *map(str, paths))}" if paths else ""
 
 
 def read_configuration_files(paths: Sequence[Path]) -> tuple[list[ConfigurationFile], list[str]]:
-    """Read the files and folders of ``--configs``. Return the configurations, with lines for the user.
+    """Read the files and folders of ``--configs``. Return the configurations, and lines for the user.
 
-    Raises UsageError for a file that is not a configuration; in a folder such a file is left out with a line.
+    Raises UsageError for a file that is not a configuration; in a folder, such a file is left out, and a line says so.
     """
     found: dict[Path, ConfigurationFile] = {}
     lines: list[str] = []
@@ -152,7 +152,7 @@ def read_configuration_files(paths: Sequence[Path]) -> tuple[list[ConfigurationF
     read = list(found.values())
     names = [file.name for file in read]
     folders = [list(file.path.resolve().parts[1:-1]) for file in read]
-    # Names of folders go in front, the nearest first, until every name is unique and none is a strategy's.
+    # Folder names are prepended, the nearest first, until every name is unique and none is a strategy's.
     while clashing := [index for index, name in enumerate(names) if name in STRATEGY_NAMES or names.count(name) > 1]:
         for index in clashing:
             if not folders[index]:
@@ -170,7 +170,7 @@ def read_configuration_files(paths: Sequence[Path]) -> tuple[list[ConfigurationF
 def files_in(folder: Path) -> list[Path]:
     """Return the files of a folder that may be configurations, judging by their names.
 
-    Raises UsageError for too many.
+    Raises UsageError if there are too many.
     """
     paths = [path for path in folder.iterdir() if path.suffix.lower() in _SUFFIXES and not path.name.startswith(".")]
     suffixed = sorted(path for path in paths if path.suffix and not path.is_dir())
@@ -199,17 +199,17 @@ def _read_folder(folder: Path, lines: list[str]) -> list[ConfigurationFile]:
 def read_configuration_file(path: Path, text: str | None = None) -> ConfigurationFile:
     """Read one file. Raises ConfigurationFileError if it cannot be read or is not a configuration.
 
-    ``text``: of the file, if it was already read.
+    ``text``: the file's content, if it was already read.
     """
     text, data, line = _read(path, text)
     kind = kind_of(data)
     if "deepspeed" in data and data["deepspeed"] is None:
         remedy = "give the DeepSpeed configuration itself, or the arguments of a run with it"
-        raise OtherFileError(path, "a Trainer's arguments without DeepSpeed: deepspeed is null", remedy=remedy)
+        raise NotAConfigurationError(path, "a Trainer's arguments without DeepSpeed: deepspeed is null", remedy=remedy)
     if kind is None:
         reason = f"not a DeepSpeed configuration: it has {', '.join(map(str, list(data)[:4])) or 'no key'}"
         remedy = "give a DeepSpeed JSON, an Accelerate YAML, or a Trainer's arguments with a deepspeed key"
-        raise OtherFileError(path, reason, remedy=remedy)
+        raise NotAConfigurationError(path, reason, remedy=remedy)
     file = ConfigurationFile(path=path, kind=kind, name=_machine_name(path.stem), text=text, config=data, lax_line=line)
     if kind == "deepspeed":
         return file
@@ -245,7 +245,7 @@ def _accelerate(file: ConfigurationFile) -> ConfigurationFile:
     file = replace(
         file,
         precision=known.get(str(requested)),
-        # A string or a boolean; Accelerate's default is true at stage 3, and it acts only there.
+        # A string or a boolean; Accelerate's default is true at stage 3, and the flag has an effect only there.
         zero_init=str(block.get("zero3_init_flag")).lower() != "false",
     )
     if (other := block.get("deepspeed_config_file")) is not None:
@@ -255,7 +255,7 @@ def _accelerate(file: ConfigurationFile) -> ConfigurationFile:
             file = replace(file, precision=None, conflicts=tuple(conflicts))
         file = _with_deepspeed_file(file, other, "deepspeed_config_file")
         return replace(file, config={"gradient_accumulation_steps": 1, **file.config})  # as DeepSpeedPlugin does
-    # What DeepSpeedPlugin makes from Accelerate's own keys; its default stage is 2, unlike DeepSpeed's 0.
+    # The configuration that DeepSpeedPlugin makes from Accelerate's own keys; its default stage is 2, DeepSpeed's is 0.
     zero: Config = {"stage": block.get("zero_stage", 2)}
     for kind in ("optimizer", "param"):
         device = str(block.get(f"offload_{kind}_device") or "none").lower()
@@ -291,11 +291,11 @@ def _trainer(file: ConfigurationFile) -> ConfigurationFile:
 
     arguments = {name: number(name) for name in _ARGUMENTS if data.get(name) is not None}
     if data.get("warmup_ratio") is not None and not arguments.get("warmup_steps"):
-        arguments["warmup_steps"] = number("warmup_ratio")  # of Transformers 4
+        arguments["warmup_steps"] = number("warmup_ratio")  # from Transformers 4
     if arguments.get("max_steps", 0) <= 0:  # -1: as many as the epochs have
         arguments.pop("max_steps", None)
     if data.get("bf16") is True and data.get("fp16") is True:
-        reason = "bf16 and fp16 are both true, which Transformers refuses"
+        reason = "bf16 and fp16 are both true, which Transformers rejects"
         raise ConfigurationFileError(file.path, reason, remedy="keep one")
     formats: tuple[Precision, ...] = ("bf16", "fp16")
     # Either of the two keys, as in transformers/integrations/deepspeed.py.
@@ -309,7 +309,7 @@ def _trainer(file: ConfigurationFile) -> ConfigurationFile:
         activation_checkpointing=data.get("gradient_checkpointing") is True,
     )
     deepspeed = data["deepspeed"]
-    if isinstance(deepspeed, str) and deepspeed.lstrip().startswith("{"):  # Transformers also takes JSON as text
+    if isinstance(deepspeed, str) and deepspeed.lstrip().startswith("{"):  # Transformers also accepts JSON text
         with contextlib.suppress(ValueError):
             deepspeed = json.loads(deepspeed)
     if isinstance(deepspeed, Mapping):
@@ -320,8 +320,8 @@ def _trainer(file: ConfigurationFile) -> ConfigurationFile:
 def _with_deepspeed_file(file: ConfigurationFile, name: object, key: str) -> ConfigurationFile:
     """Return the file with the configuration of the file that it names.
 
-    That file may be next to it, in the current folder, or below a folder above it, where Accelerate or the Trainer may
-    have been started.
+    The name may be relative to the file's own folder, to the current folder, or to a folder above the file, where
+    Accelerate or the Trainer may have been started.
     """
     here, *above = file.path.absolute().parents
     folders = [file.path.parent, Path(), *above]
@@ -346,7 +346,7 @@ def _with_deepspeed_file(file: ConfigurationFile, name: object, key: str) -> Con
 
 
 def _machine_name(stem: str) -> str:
-    """Return a file's name as a row's: letters and digits of any script, dots, dashes and underscores."""
+    """Return a file's name as the name of a row: letters and digits of any script, dots, dashes and underscores."""
     name = re.sub(r"[^\w.-]+", "_", unicodedata.normalize("NFC", stem)).strip("._-")
     return name[:_MAX_NAME_LENGTH] or "configuration"
 
@@ -365,7 +365,7 @@ def _read(path: Path, text: str | None = None) -> tuple[str, Config, int | None]
     secrets = redaction.secrets_of(values)
     if all(secret in text for secret in secrets):
         return redaction.without(text, secrets), values, line
-    return json.dumps(redaction.redacted_config(values), indent=2), values, line  # the file writes them escaped
+    return json.dumps(redaction.redacted_config(values), indent=2), values, line  # the file has them escaped
 
 
 def read_text(path: Path) -> str:
@@ -382,10 +382,10 @@ def read_text(path: Path) -> str:
 def parse(path: Path, text: str) -> tuple[Config, int | None]:
     """Return the values of a file, and the line where it is not strict JSON; None if it is, and for YAML.
 
-    The objects of JSON are LocatedObjects. Raises ConfigurationFileError.
+    JSON objects become LocatedObjects. Raises ConfigurationFileError.
     """
 
-    def refuse_constant(name: str) -> Any:  # Python's json would read NaN and Infinity
+    def refuse_constant(name: str) -> Any:  # Python's json would accept NaN and Infinity
         raise ConfigurationFileError(path, f"{name} is not a JSON number")
 
     lax_line = None
@@ -414,12 +414,12 @@ def _parse_yaml(path: Path, text: str) -> Config:
     import yaml
 
     try:
-        # Nodes are counted before values are made, since merge keys (<<) copy what an alias stands for.
+        # Nodes are counted before values are made, since merge keys (<<) copy what an alias refers to.
         waiting, count = [yaml.compose(text, Loader=yaml.SafeLoader)], 0
         while waiting:
             node = waiting.pop()
             count += 1
-            # The limit also ends the walk if an alias stands for a block around it.
+            # The limit also ends the walk if an alias refers to a block around it.
             if count > _MAX_VALUES:
                 reason = f"more than {_MAX_VALUES:,} values, aliases counted wherever they are used"
                 raise ConfigurationFileError(path, reason)
@@ -435,7 +435,7 @@ def _parse_yaml(path: Path, text: str) -> Config:
         mark = getattr(error, "problem_mark", None)
         place = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
         raise ConfigurationFileError(path, f"not YAML{place}") from None
-    except (ValueError, TypeError) as error:  # an impossible date, a list as key
+    except (ValueError, TypeError) as error:  # an impossible date, a list as a key
         raise ConfigurationFileError(path, f"cannot be read as YAML: {error}") from None
     except RecursionError:
         raise ConfigurationFileError(path, "nested too deeply") from None
@@ -462,7 +462,7 @@ class LocatedObject(dict[str, Any]):
 
 
 def parse_hjson(text: str) -> Any:
-    """Return the value of a string; its objects are LocatedObjects. Raises ConfigSyntaxError."""
+    """Return the value of a JSON or hjson text; its objects are LocatedObjects. Raises ConfigSyntaxError."""
     import hjson
     from hjson import decoder
 
@@ -509,7 +509,7 @@ def _position(text: str, offset: int) -> tuple[int, int]:
 def position_of(text: str, data: Any, path: str) -> tuple[int, int] | None:
     """Return line and column of a key, or of the innermost block around it; None without either.
 
-    ``data``: what :func:`parse` made from the text.
+    ``data``: the values that :func:`parse` returned for the text.
     """
     position = None
     if isinstance(data, LocatedObject):

@@ -3,7 +3,7 @@
 :func:`base_config` makes the part that a user's script may edit: batch, optimizer and ZeRO block for one GPU, with
 explicit values where DeepSpeed has changed a default. :func:`apply_changes` merges in ``--ds-config`` and ``--set``.
 :func:`complete_config` adds what only the run knows: number of ranks, precision, the optimizer that works here, NVMe
-buffers. ``rules`` finds what DeepSpeed would refuse, ignore or change.
+buffers. ``rules`` finds settings that DeepSpeed would reject, ignore or change.
 
 Sources: DeepSpeed 0.19.8, ``runtime/zero/config.py``, ``runtime/zero/offload_config.py``,
 ``runtime/config.py``, ``runtime/constants.py``.
@@ -69,13 +69,13 @@ _ZERO_ON_NVME = ("stage3_prefetch_bucket_size", "stage3_max_reuse_distance")
 """Sizes that are 0 if parameters live on NVMe.
 
 With the default reuse distance, a model of fewer than 1e9 elements keeps every parameter gathered and its swap buffer
-taken, so the second step fails with "Not enough buffers" (partitioned_param_coordinator.py). Prefetching requests a
+occupied, so the second step fails with "Not enough buffers" (partitioned_param_coordinator.py). Prefetching requests a
 parameter twice if its next two uses are close together: "param 24 already assigned swap buffer id 1" (same file,
 __prefetch_nvme_param_partitions).
 """
 _LARGEST_FILE_BYTES = 2**22
 _MAX_LEVELS = 20
-"""Deepest nesting of a change; DeepSpeed reads five levels."""
+"""Maximum nesting of a change; DeepSpeed reads five levels."""
 
 
 def base_config(strategy: Strategy | Configuration, batch_size: int, grad_accum: int = 1) -> Config:
@@ -160,7 +160,7 @@ def complete_config(
     if total not in (micro * accum, micro * accum * batch_ranks):
         raise UsageError(
             f"train_batch_size {total} is not micro-batch {micro} × accumulation {accum} × {batch_ranks} ranks",
-            remedy="leave train_batch_size out, or make it agree with the other keys and --batch-size, --grad-accum",
+            remedy="leave train_batch_size out, or make it agree with the other keys, --batch-size and --grad-accum",
         )
     config |= {"gradient_accumulation_steps": accum, "train_batch_size": micro * accum * batch_ranks}
     if workload.precision != "fp32" and not any(block in config for block in PRECISION_BLOCKS):
@@ -226,7 +226,7 @@ def _complete_nvme(config: Config, placement: Placement, largest_parameter: int 
 
 
 def with_swap_folder(config: Mapping[str, Any], folder: str) -> Config:
-    """Return the configuration with every ``nvme_path`` replaced by the trial's private folder."""
+    """Return the configuration with every ``nvme_path`` replaced with the trial's private folder."""
     private = copy.deepcopy(dict(config))
     for key in OFFLOAD_BLOCKS:
         if offload_device(private, key) == "nvme":
@@ -247,7 +247,7 @@ def changes_of(
         changed.pop(key, None)
     for key in ("stage", *OFFLOAD_BLOCKS):
         block_of(changed, "zero_optimization").pop(key, None)
-    if trained_precision(config, "fp32") != "fp32":  # a block that is off, beside the one that is on, sets nothing
+    if trained_precision(config, "fp32") != "fp32":  # a disabled block next to the enabled one sets nothing
         for key in PRECISION_BLOCKS:
             if block_of(changed, key).get("enabled") is False:
                 del changed[key]
@@ -257,7 +257,7 @@ def changes_of(
 def layout_config(
     config: Mapping[str, Any], configuration: Configuration, workload: Workload, placement: Placement
 ) -> Config:
-    """Make the configuration that follows from stage, offload devices and batch, with the Adam of ``config``."""
+    """Make the configuration that follows from stage, offload devices and batch, with the Adam class of ``config``."""
     torch_adam = bool(block_of(block_of(config, "optimizer"), "params").get("torch_adam"))
     base = base_config(configuration, workload.batch_size, workload.grad_accum)
     return complete_config(base, workload, placement, torch_adam=torch_adam, largest_parameter=None)
@@ -291,7 +291,7 @@ def paths_of_auto(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def minimal_config(strategy: Strategy | Configuration) -> dict[str, Any]:
-    """Make a configuration of only stage and offload devices, for a row whose full configuration is unknown."""
+    """Make a configuration with only stage and offload devices, for a row whose full configuration is unknown."""
     devices = {"offload_optimizer": strategy.offload_optimizer, "offload_param": strategy.offload_param}
     offloads = {name: {"device": device} for name, device in devices.items() if device != "none"}
     return {"zero_optimization": {"stage": strategy.stage, **offloads}}
@@ -354,7 +354,7 @@ def overlay(config: Mapping[str, Any], changes: Mapping[str, Any]) -> Config:
 
 
 def merge(first: Mapping[str, Any], second: Mapping[str, Any]) -> Config:
-    """Join two sets of changes block by block, the second over the first. Unlike :func:`overlay` it keeps None."""
+    """Merge two sets of changes block by block; the second takes precedence. Unlike :func:`overlay`, it keeps None."""
     merged: Config = dict(first)
     for key, value in second.items():
         below = merged.get(key)
@@ -372,7 +372,7 @@ def nested(path: str, value: Any) -> Config:
 
 
 def parse_set(text: str) -> Config:
-    """Parse ``a.b=value`` to ``{"a": {"b": value}}``; a value that is not JSON is text. Raises UsageError."""
+    """Parse ``a.b=value`` into ``{"a": {"b": value}}``; a value that is not JSON is text. Raises UsageError."""
     path, separator, raw = text.partition("=")
     if not separator or not all(path.split(".")):
         problem = f"--set {text!r} is not key.path=value"
@@ -383,7 +383,7 @@ def parse_set(text: str) -> Config:
         value = raw
     except (RecursionError, ValueError):  # Python reads no integer of more than 4,300 digits
         problem = f"--set {path[:60]} has too many digits or levels"
-        raise UsageError(problem, remedy="give a value that DeepSpeed takes") from None
+        raise UsageError(problem, remedy="give a value that DeepSpeed accepts") from None
     return nested(path, value)
 
 

@@ -1,8 +1,8 @@
 """The keys that DeepSpeed reads, with types and defaults, for each minor version that this package supports.
 
-``scripts/make_deepspeed_keys.py`` writes the tables from installed DeepSpeeds. DeepSpeed refuses any other key in a
-block that goes to a pydantic model, and ignores it elsewhere. All functions describe :func:`version`: the installed
-DeepSpeed, or the one set by :func:`use_version`.
+``scripts/make_deepspeed_keys.py`` writes the tables from installed DeepSpeed versions. DeepSpeed rejects any other key
+in a block that it passes to a pydantic model, and ignores it elsewhere. All functions describe :func:`version`: the
+installed DeepSpeed, or the one set by :func:`use_version`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _chosen: ContextVar[str | None] = ContextVar("deepspeed_version", default=None)
 def use_version(version: str | None) -> Iterator[None]:
     """Make this module and the rules describe a version; None for the installed one.
 
-    One of :data:`MINOR_VERSIONS` stands for the release that its table was made from.
+    One of :data:`MINOR_VERSIONS` means the release that its table was made from.
     """
     token = _chosen.set(_table(version)["version"] if version in MINOR_VERSIONS else version)
     try:
@@ -123,17 +123,17 @@ def top_level_keys() -> frozenset[str]:
 
 
 def refuses_unknown(block_path: str) -> bool:
-    """Return whether DeepSpeed refuses other keys in a block, as its pydantic models do."""
+    """Return whether DeepSpeed rejects other keys in a block, as its pydantic models do."""
     return block_path in blocks() and blocks()[block_path]["unknown"] == "refused"
 
 
 def removed_keys() -> frozenset[str]:
-    """Return the paths whose feature was removed in DeepSpeed :data:`REMOVED_IN`, which refuses them."""
+    """Return the paths whose feature was removed in DeepSpeed :data:`REMOVED_IN`, which rejects them."""
     return frozenset(tables()["removed"])
 
 
 def nearest_key(key: str, known: Collection[str], min_similarity: float = 0.6) -> str | None:
-    """Return the key that ``key`` probably misspells; None if nothing is close. Similarity goes from 0 to 1."""
+    """Return the key that ``key`` probably misspells; None if nothing is close. Similarity ranges from 0 to 1."""
     near = difflib.get_close_matches(key, known, n=1, cutoff=min_similarity)
     return near[0] if near else None
 

@@ -14,7 +14,7 @@ from .options import SEVERAL_NODES, Options
 
 SSH = "ssh {host}"
 SRUN = "srun --nodes=1 --ntasks=1 --overlap --nodelist={host} --cpu-bind=none --mpi=none --quiet"
-"""Runs a program on a node next to the steps of this job (srun(1)): ``--overlap`` does not wait for their resources,
+"""Runs a program on a node alongside the steps of this job (srun(1)): ``--overlap`` does not wait for their resources,
 ``--cpu-bind=none`` allows all cores of the job, and ``--mpi=none`` avoids an MPI task."""
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _IPV6 = re.compile(r"[0-9A-Fa-f:]*:[0-9A-Fa-f:.]*")
@@ -68,7 +68,7 @@ def used_slots(options: Options, environ: Mapping[str, str], visible: int | None
     nodes = launched or job.tasks_of_nodes(environ)
     requested = options.num_gpus or world_size(environ)
     if nodes and requested != sum(nodes.values()) and (requested, visible) != (None, None):
-        # Divide the requested ranks, or as many per node as GPUs are visible here, among the nodes.
+        # Divide the requested ranks among the nodes, or give each node as many as there are GPUs visible here.
         ranks, left = divmod(requested or len(nodes) * (visible or 1), len(nodes))
         if left or not ranks:
             raise UsageError(
@@ -97,7 +97,7 @@ def select_slots(slots: Slots, include: str | None, exclude: str | None) -> Slot
     """Return the slots that DeepSpeed's ``--include`` or ``--exclude`` leaves, in the order of the hosts.
 
     DeepSpeed's syntax (launcher/runner.py): ``host@host:0,2``; a host without slots means all of its slots. Raises
-    UsageError for other syntax, an unknown host or slot, and if no slot is left.
+    UsageError for any other syntax, for an unknown host or slot, and if no slot is left.
     """
     if include is not None and exclude is not None:
         raise UsageError(
@@ -123,12 +123,12 @@ def select_slots(slots: Slots, include: str | None, exclude: str | None) -> Slot
         named.setdefault(host, set()).update(map(int, words))
     kept = {}
     for host, all_slots in slots.items():
-        # An empty set stands for a host named without slots, which means all of them.
+        # An empty set: the host is named without slots, which means all of them.
         chosen = (named[host] or set(all_slots)) if host in named else set()
         if left := [slot for slot in all_slots if (slot in chosen) == (include is not None)]:
             kept[host] = left
     if not kept:
-        raise UsageError(f"{said} leaves no slot", remedy="leave one host or slot")
+        raise UsageError(f"{said} leaves no slot", remedy="keep at least one slot")
     return kept
 
 
@@ -165,8 +165,8 @@ def master_address(options: Options) -> str | None:
 
 
 def forwarded_names(options: Options, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the names of ``--env``. Raises UsageError for one that has no value, and for a likely credential, because
-    its value would be stored."""
+    """Return the names of the variables of ``--env``. Raises UsageError for one that has no value, and for a likely
+    credential, because its value would be stored."""
     names, flag = [], options.spelling_of("env")
     for text in options.env:
         name, has_value, value = text.partition("=")

@@ -54,7 +54,7 @@ class Difference:
     """A fact with different values in two trials or runs."""
 
     fact: str
-    """Name of a field or key; inside a mapping its dotted path."""
+    """Name of a field or key; inside a mapping, its dotted path."""
     a: Any
     b: Any
 
@@ -83,7 +83,7 @@ def role_of(fact: str) -> Role:
 
 
 def facts(trial: Trial, *, leave_out: Collection[Role | str] = ()) -> dict[str, Any]:
-    """Return what was requested, by name. ``leave_out``: roles and names of facts."""
+    """Return the requested facts, by name. ``leave_out``: roles and names of facts to leave out."""
     requested = {
         **{each.name: getattr(trial.workload, each.name) for each in fields(Workload)},
         "script": None if trial.workload.script is None else asdict(trial.workload.script),
@@ -94,7 +94,7 @@ def facts(trial: Trial, *, leave_out: Collection[Role | str] = ()) -> dict[str, 
         "configuration": trial.configuration.name,
         "ds_config": trial.ds_config,
         "repeat": trial.repeat,
-        # A checkpoint on another disk does not make it another trial.
+        # A checkpoint on a different disk does not make it a different trial.
         "inspection": {**asdict(trial.inspection), "checkpoint_path": None},
     }
     return {
@@ -114,7 +114,7 @@ def placement_facts(placement: Placement) -> dict[str, Any]:
 
 
 def work_key(trial: Trial, *, leave_out: Collection[Role | str] = ()) -> str:
-    """Return a hash of the facts, equal for trials that do the same work. Credentials do not enter it.
+    """Return a hash of the facts, equal for trials that do the same work. Credentials are not part of it.
 
     ``leave_out``: roles and names of facts that may differ.
     """
@@ -131,7 +131,7 @@ def row_key(trial: Trial) -> str:
 
 
 def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values by dotted path, with lists for tuples and without empty mappings."""
+    """Return the values by dotted path, with tuples as lists and without empty mappings."""
     flat = {path: list(value) if isinstance(value, tuple) else value for path, value in paths_of(values)}
     return {path: value for path, value in flat.items() if not isinstance(value, Mapping)}
 

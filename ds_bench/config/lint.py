@@ -1,8 +1,8 @@
 """Finds what is wrong, ineffective or unset in a DeepSpeed configuration, without DeepSpeed, torch or a GPU.
 
 Keys, types and defaults are generated from DeepSpeed (``deepspeed_keys``); other facts come from ``rules``. An error
-is something that DeepSpeed refuses, when it reads the configuration or later. A warning is something that it ignores,
-or carries out differently from what the file says. A hint is worth knowing.
+is something that DeepSpeed rejects, when it reads the configuration or later. A warning is something that it ignores,
+or does differently from what the file says. A hint is worth knowing.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def check_config(
     renamed = {**config, "bf16": config["bfloat16"]} if "bfloat16" in config and config.get("bf16") is None else config
     read = without_later_keys(renamed)
     case = Case(config=read, num_gpus=num_gpus, model=model, compute_capability=compute_capability)
-    removed = f"the feature was removed in DeepSpeed {deepspeed_keys.REMOVED_IN}, which refuses the key"
+    removed = f"the feature was removed in DeepSpeed {deepspeed_keys.REMOVED_IN}, which rejects the key"
     found = [
         *_unknown_top_level_keys(config),
         *(
@@ -88,7 +88,7 @@ def check_config(
         *_scheduler_findings(case),
         *_text_arguments(case),
     ]
-    # Rules skip a key that DeepSpeed refuses anyway.
+    # Rules skip a key that DeepSpeed rejects anyway.
     refused = {finding.path for finding in found if finding.level == "error"}
     for rule in RULES:
         if rule.level and rule.path not in refused and rule.applies(case):
@@ -139,7 +139,7 @@ def _unknown_top_level_keys(config: Config) -> Iterator[Finding]:
             continue
         if key.startswith(("_", "//", "#")) or key.lower() in ("comment", "comments", "description"):
             reason = "DeepSpeed has no such key and ignores it"
-            instead = "remove it, or write it after //, which DeepSpeed accepts but the Trainer and Accelerate refuse"
+            instead = "remove it, or write it after //, which DeepSpeed accepts but the Trainer and Accelerate reject"
             yield Finding("comment-key", "hint", key, reason, instead, _CONFIG)
         elif since := deepspeed_keys.keys_added_later().get(key):
             reason = f"DeepSpeed {deepspeed_keys.version()} ignores it; {since} reads it"
@@ -155,7 +155,7 @@ def _unknown_top_level_keys(config: Config) -> Iterator[Finding]:
 
 
 def _remedy_for_unknown_key(key: str, value: object) -> str | None:
-    """Return what to do about an unknown top-level key; None if nothing is close."""
+    """Return the remedy for an unknown top-level key; None if no known name is close."""
     if key in _MEANT:
         return _MEANT[key]
     if places := _blocks_with(key):
@@ -197,7 +197,7 @@ def _nested_findings(case: Case) -> Iterator[Finding]:
                     remedy = "write the number without quotes"
                     yield Finding("text-as-number", "warning", place, reason, remedy, source)
             if (same_as := known[key].get("same_as")) in values:
-                reason = f"DeepSpeed refuses {same_as} together with {key}, which is the same setting"
+                reason = f"DeepSpeed rejects {same_as} together with {key}, which is the same setting"
                 yield Finding("named-twice", "error", f"{path}.{same_as}", reason, "keep one", source)
 
 
@@ -217,12 +217,12 @@ def _unknown_nested_key(path: str, key: str, values: Config, block: Mapping[str,
         remedy = _MEANT[f"{path}.{key}"]
     else:
         others, few = _blocks_with(key), len(block["keys"]) <= 12
-        remedy = f"remove it; {path} has {', '.join(sorted(block['keys']))}" if few and not others else "remove it"
+        remedy = f"remove it; {path} accepts {', '.join(sorted(block['keys']))}" if few and not others else "remove it"
         remedy = f"remove it; it is a key of {' and '.join(others[:3])}" if others else remedy
     source = block.get("source", _CONFIG)
     # DeepSpeed drops "auto" before its pydantic model sees the key (runtime/config_utils.py).
     if block["unknown"] == "refused" and values[key] != AUTO:
-        reason = f"{path} has no such key, and DeepSpeed refuses it"
+        reason = f"{path} has no such key, and DeepSpeed rejects it"
         return Finding("unknown-key", "error", f"{path}.{key}", reason, remedy, source)
     reason = "DeepSpeed does not know this key here and ignores it"
     return Finding("unknown-key", "warning", f"{path}.{key}", reason, remedy, source)
@@ -240,7 +240,7 @@ def _old_name(
     names = {use, *(name for name, entry in known.items() if entry.get("same_as") == use)}
     use = next((name for name in names if name.startswith("stage3_")), use)  # the usual name
     if names & values.keys():
-        reason = f"DeepSpeed refuses this old name of {use} together with it"
+        reason = f"DeepSpeed rejects this old name of {use} together with it"
         return Finding("old-name", "error", place, reason, "remove it", source)
     example = f'"{use}": {{"device": "cpu"}}' if "cpu_offload" in place else use
     reason = f"this is an old name, which DeepSpeed reads as {use}"
@@ -248,7 +248,7 @@ def _old_name(
 
 
 def _type_problem(place: str, value: object, entry: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return why DeepSpeed refuses the type or size of the value, with the remedy; None if DeepSpeed accepts it."""
+    """Return why DeepSpeed rejects the type or size of the value, with the remedy; None if DeepSpeed accepts it."""
     if "accepts" in entry:
         names_of = {bool: "boolean", int: "number", float: "number", str: "string", list: "list", dict: "object"}
         kind = names_of.get(type(value), "object" if isinstance(value, Mapping) else "null")
@@ -257,7 +257,7 @@ def _type_problem(place: str, value: object, entry: Mapping[str, Any]) -> tuple[
         kinds = [each for each in entry["accepts"] if each != "boolean" or isinstance(entry["default"], bool)]
         kinds = [each for each in kinds if each != "null"] or kinds
         names = [{"object": "an object {…}", "null": "null"}.get(each, f"a {each}") for each in kinds]
-        reason = f"DeepSpeed refuses {_shown_without_secrets(place, value)}, a JSON {kind}"
+        reason = f"DeepSpeed rejects {_shown_without_secrets(place, value)}, a JSON {kind}"
         return reason, f"give {format_series(names)}"
     schema = entry.get("schema", {"type": "any"})
     if schema["type"] == "any":
@@ -275,7 +275,7 @@ def _type_problem(place: str, value: object, entry: Mapping[str, Any]) -> tuple[
     remedy = f"correct it, or remove it: the default is {_shown(entry['default'])}"
     if allowed:
         remedy = f"give {format_series(allowed)}"
-    return f"DeepSpeed refuses {_shown_without_secrets(place, value)}: {message[0].lower()}{message[1:]}", remedy
+    return f"DeepSpeed rejects {_shown_without_secrets(place, value)}: {message[0].lower()}{message[1:]}", remedy
 
 
 # Batch sizes
@@ -289,7 +289,7 @@ def _batch_findings(case: Case) -> Iterator[Finding]:
         return  # reported as a wrong type
     for key, value in zip(BATCH_KEYS, values, strict=True):
         if value is not None and value <= 0:
-            reason = f"DeepSpeed refuses {_shown(value)}, which is not above 0"
+            reason = f"DeepSpeed rejects {_shown(value)}, which is not above 0"
             yield Finding("batch-size", "error", key, reason, "give 1 or more", _CONFIG)
             return
     if written[0] is None and written[1] is None:
@@ -307,7 +307,7 @@ def _batch_findings(case: Case) -> Iterator[Finding]:
     if total % (product * (ranks or 1)) or (exactly and total != product * (ranks or 1)):
         factors = " × ".join([*parts, *([f"{ranks:g} data-parallel ranks"] if ranks else [])])
         relation = "is not" if exactly else "is not a multiple of"
-        reason = f"train_batch_size {_shown(total)} {relation} {factors}, and DeepSpeed refuses it"
+        reason = f"train_batch_size {_shown(total)} {relation} {factors}, and DeepSpeed rejects it"
         remedy = "leave train_batch_size out, and DeepSpeed computes it"
         yield Finding("batch-size", "error", "train_batch_size", reason, remedy, _CONFIG)
     elif ranks is None and len(parts) == 2:
@@ -337,7 +337,7 @@ def _optimizer_findings(case: Case) -> Iterator[Finding]:
     if case.optimizer not in known["names"] and name not in known["torch_names"]:
         spellings = {each.lower(): each for each in (*known["torch_names"], *known["names"])}
         near = deepspeed_keys.nearest_key(name.lower(), spellings)
-        others = "use AdamW, Adam, Adagrad, Lamb, Lion, Muon or an optimizer of torch.optim"
+        others = "use AdamW, Adam, Adagrad, Lamb, Lion, Muon or an optimizer from torch.optim"
         reason = f"neither DeepSpeed nor torch.optim has an optimizer {name!r}"
         yield _stops("unknown-optimizer", path, reason, f"did you mean {spellings[near]}?" if near else others)
         return
@@ -407,7 +407,7 @@ def _scheduler_findings(case: Case) -> Iterator[Finding]:
 
 
 def _text_arguments(case: Case) -> Iterator[Finding]:
-    """Numbers of the optimizer or scheduler written as text, which DeepSpeed does not convert."""
+    """Find numbers in optimizer or scheduler parameters that are text, which DeepSpeed does not convert."""
 
     def is_number(text: str) -> bool:
         try:
@@ -466,7 +466,7 @@ def _buffer_findings(case: Case) -> Iterator[Finding]:
     defaults = {key: entry["default"] for key, entry in deepspeed_keys.keys_of("zero_optimization").items()}
 
     def elements(key: str) -> float:
-        # "auto" asks for no size that could be compared with the model's.
+        # "auto" is not a size that could be compared with the model's.
         return 0 if case.block("zero_optimization").get(key) == AUTO else case.number(f"{ZERO}{key}", defaults[key])
 
     bucket, parameters = elements("reduce_bucket_size"), format_count(model.parameters)
@@ -485,10 +485,10 @@ def _buffer_findings(case: Case) -> Iterator[Finding]:
     if live >= model.parameters and (case.num_gpus != 1 or case.offload("param")):
         reason = (
             f"stage3_max_live_parameters {format_count(live)} lets all {parameters} parameters of {model.name} stay "
-            "gathered on every GPU, and stage 3 then saves little"
+            "gathered on every GPU, so stage 3 saves little"
         )
-        most = _round_size(model.parameters / 10)
-        remedy = f"set stage3_max_live_parameters and stage3_max_reuse_distance to {most} or less"
+        limit = _round_size(model.parameters / 10)
+        remedy = f"set stage3_max_live_parameters and stage3_max_reuse_distance to {limit} or less"
         source = "runtime/zero/partitioned_param_coordinator.py"
         yield Finding("model-stays-gathered", "hint", path, reason, remedy, source)
     path = f"{ZERO}offload_param.buffer_size"
@@ -496,8 +496,8 @@ def _buffer_findings(case: Case) -> Iterator[Finding]:
     needed = -(-model.largest_parameter // case.num_gpus) if case.num_gpus else 0
     if case.offload("param") == "nvme" and buffer < needed:
         reason = (
-            f"buffer_size {format_count(buffer)} is less than the {format_count(needed)} elements that a rank holds of "
-            f"the largest tensor of {model.name}"
+            f"buffer_size {format_count(buffer)} is less than the {format_count(needed)} elements of {model.name}'s "
+            "largest tensor that a rank holds"
         )
         source, remedy = "runtime/swap_tensor/partitioned_param_swapper.py", f"set it to {needed} or more"
         yield Finding("swap-buffer-too-small", "error", path, reason, remedy, source, stops_when="it swaps that tensor")
@@ -524,7 +524,7 @@ def _automatic_values(config: Config) -> Iterator[Finding]:
         read = not deepspeed_keys.refuses_unknown(parent) and (parent or key in deepspeed_keys.top_level_keys())
         # Ask the code that fills them in, so that these keys are listed only once; any facts will do.
         if read and any(paths_of_auto(fill_in(nested(path, AUTO), _ANY_FACTS)[0])):
-            reason = 'neither the Trainer nor Accelerate fills in "auto" here, and DeepSpeed takes it as text'
+            reason = 'neither the Trainer nor Accelerate fills in "auto" here, and DeepSpeed treats it as text'
             yield Finding("unfilled-automatic-value", "warning", path, reason, "give a value", _CONFIG)
         else:
             automatic.append(path)
@@ -533,9 +533,9 @@ def _automatic_values(config: Config) -> Iterator[Finding]:
     case = Case(config=config)
     dropped = [path for path in automatic if deepspeed_keys.refuses_unknown(path.rpartition(".")[0])]
     as_text = [path for path in automatic if path not in dropped]
-    # DeepSpeed 0.16 and earlier do not convert the fp16 and bf16 switches: both together are refused, and one alone
+    # DeepSpeed 0.16 and earlier do not convert the fp16 and bf16 switches: both together are rejected, and one alone
     # counts as true.
-    fails = "fails on" + (", or takes as true," if {"bf16.enabled", "fp16.enabled"} & {*as_text} else "")
+    fails = "fails on" + (", or treats as true," if {"bf16.enabled", "fp16.enabled"} & {*as_text} else "")
     in_fp32 = case.precision == "fp32" and not case.is_on("torch_autocast.enabled")
     otherwise = [
         *([f"uses its default for {format_names(dropped, most=4)}"] if dropped else []),
@@ -545,8 +545,8 @@ def _automatic_values(config: Config) -> Iterator[Finding]:
     if as_text:
         effects = f"{fails} {format_names(as_text, most=4)}{f'; with values there, it {effects}' if effects else ''}"
     several = f'{len(automatic)} values are "auto"' if len(automatic) > 1 else 'a value is "auto"'
-    reason = f"{several}, which only the Trainer and Accelerate fill in; DeepSpeed by itself {effects}"
-    remedy = "give values if a training script passes the file to DeepSpeed itself"
+    reason = f"{several}, which only the Trainer and Accelerate fill in; on its own, DeepSpeed {effects}"
+    remedy = "give values if a training script passes the file directly to DeepSpeed"
     yield Finding("automatic-value", "hint", automatic[0], reason, remedy, "runtime/config_utils.py")
 
 
@@ -559,7 +559,7 @@ def _shown(value: object) -> str:
 
 
 def _shown_without_secrets(place: str, value: object) -> str:
-    """Return a value as JSON without credentials, since others read the findings in logs and annotations."""
+    """Return a value as JSON without credentials, since findings are shown to others in logs and annotations."""
     if isinstance(value, (int, float)):
         return REDACTED if looks_secret(place, str(value)) else _shown(value)
     return _shown(redacted_config({place: value})[place])

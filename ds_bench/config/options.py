@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 Family = Literal["zero", "offload", "recipe"]
 """Where the request comes from: one of the scripts, or a recipe."""
 MAX_NUMBER = 10**9
-"""Upper bound of batches, steps, seconds and GB; clocks and kernel limits overflow above it."""
+"""Upper bound on batches, steps, seconds and GB; clocks and kernel limits overflow above it."""
 MAX_RANKS = 2**16
 MAX_REPEATS = 1000
 MAX_PORT = 2**16 - 1
@@ -56,12 +56,12 @@ FACTORY = r"^[^:]+:[^:]+$"
 LORA = r"^[1-9][0-9]{0,4}(:\s*[^:,\s]+(\s*,\s*[^:,\s]+)*\s*)?$"
 """The form of ``--lora``."""
 ALL = "all"
-"""Stands for every strategy."""
+"""Selects every strategy."""
 EMPTY_PATH = "a path must not be empty; . is the current folder"
 GOALS = ("speed", "balanced", "memory")
 """Aims of a recommendation (docs/reading.md)."""
 ROW_FORMATS = ("json", "csv", "parquet")
-"""Output forms of flat rows in ``report``."""
+"""Output formats of flat rows in ``report``."""
 FAIL_ON = ("regression", "missing", "unmatched", "noisy")
 """Reasons for ``baseline check`` to fail: a regression; a row of the saved run that the result lacks; a trained row
 without a baseline; a row whose noise could hide a regression."""
@@ -76,9 +76,9 @@ SCRIPT_OPTIONS = ("base_config", "python", "override_config", "accelerate_env", 
 """Options that have no meaning without a script."""
 _AMOUNT: Mapping[str, Any] = {"gt": 0, "le": MAX_NUMBER}
 _MIN_RANK_DATA_GB = 0.5
-"""A rank needs 0.4 GB before it builds a model. With less, some cannot load libraries and others wait for them."""
+"""A rank needs 0.4 GB before it builds a model. With less, some ranks cannot load libraries; others wait for them."""
 _STEP: Mapping[str, Any] = {"ge": -1, "le": MAX_NUMBER}
-"""Limits of a step number; -1 leaves it unset."""
+"""Limits on a step number; -1 leaves it unset."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,7 @@ class Option:
     default_text: str = ""
     """Text for the default, if the value alone does not show it."""
     limits: Mapping[str, Any] = field(default_factory=dict)
-    """As pydantic names them: ``ge``, ``gt``, ``le``, ``lt`` of a number, ``min_length``, ``pattern`` of a string."""
+    """As pydantic names them: ``ge``, ``gt``, ``le``, ``lt`` for a number, ``min_length``, ``pattern`` for a string."""
     choices: Sequence[Any] = ()
     """All allowed values; empty if the limits define them."""
     auto: bool = False
@@ -157,14 +157,14 @@ class Options:
         default_text="auto, bf16 if the device supports it", key="training.precision", choices=("auto", *PRECISIONS))
     activation_checkpointing: bool = option(bool, False, "recompute activations in the backward pass",
         key="training.activation_checkpointing")
-    seed: int = option(int, 42, "seed of weights and data", key="training.seed", limits={"ge": 0, "le": 2**32 - 1})
+    seed: int = option(int, 42, "seed for weights and data", key="training.seed", limits={"ge": 0, "le": 2**32 - 1})
     dropout: float | None = option(float, None, "dropout probability throughout the model, at least 0 and below 1",
         default_text="the model's own", key="training.dropout", metavar="P", limits={"ge": 0, "lt": 1})
     lora: str | None = option(str, None,
         "train only LoRA adapters of rank R (peft), on all linear modules or on those named",
         key="training.lora", metavar="R[:MODULE,...]", limits={"pattern": LORA})
     freeze: str | None = option(str, None,
-        "parameters to freeze: vision, or those whose names contain one of these texts, e.g. layers.0.,embed_tokens",
+        "parameters to freeze: vision, or those whose names contain one of these strings, e.g. layers.0.,embed_tokens",
         key="training.freeze", metavar="NAME,...", limits={"min_length": 1})
     pass_type: PassType = option(str, "train",
         "what a step is: the model's forward pass, forward and backward, or a training step; above stage 0 only train",
@@ -191,15 +191,15 @@ class Options:
         "with a script: your DeepSpeed configuration, which --stages, --strategies and --axis edit", flag=True,
         key="configurations.base_config", metavar="FILE")
     inline: tuple[ConfigurationFile, ...] = option(dict, (),
-        'DeepSpeed configurations by name, one row each, "auto" resolved as the Trainer does; one with the name of a '
-        "strategy replaces that strategy's", flag=False, key="configurations.inline")
+        'DeepSpeed configurations by name, one row each, with "auto" resolved as the Trainer does; one with the name '
+        "of a strategy replaces that strategy's", flag=False, key="configurations.inline")
     """As if each were read from a file."""
     set: tuple[Mapping[str, Any], ...] = option(dict, (),
         "set a key in every DeepSpeed configuration, e.g. zero_optimization.overlap_comm=false; may be repeated",
         key="configurations.deepspeed", metavar="KEY.PATH=VALUE", arguments={"action": "append", "default": []})
-    """Each as ``{"zero_optimization": {"overlap_comm": False}}``; they come after ``ds_config``."""
+    """Each as ``{"zero_optimization": {"overlap_comm": False}}``; they are applied after ``ds_config``."""
     common_batch: bool = option(bool, False,
-        "with --batch-size auto: also run all rows at the largest micro-batch that all of them train",
+        "with --batch-size auto: also run all rows at the largest micro-batch at which all of them train",
         key="configurations.common_batch")
     relative_to: str | None = option(str, None,
         "row that the Relative column of --verbose, --markdown and --html refers to",
@@ -269,9 +269,10 @@ class Options:
         key="launch.exclude", metavar="HOST[:SLOTS]@...")
     host_command: str | None = option(str, None,
         "command that runs a program on {host}, e.g. 'kubectl exec -i {host} --'",
-        default_text="ssh {host}; in a Slurm job srun", key="launch.host_command", metavar="COMMAND")
+        default_text="ssh {host}, or srun in a Slurm job", key="launch.host_command", metavar="COMMAND")
     env: tuple[str, ...] = option(str, (),
-        "variable for the ranks of every host, besides NCCL_*, HF_* … (docs/many_machines.md); may be repeated",
+        "variable to pass to the ranks on every host, in addition to NCCL_*, HF_* … (docs/many_machines.md); may be "
+        "repeated",
         key="launch.env", metavar="NAME[=VALUE]", many=True,
         arguments={"action": "append", "nargs": None, "default": []})
     master_addr: str | None = option(str, None, "address at which the other hosts reach the first one",
@@ -297,10 +298,10 @@ class Options:
         key="launch.force")
 
     # output
-    output_dir: Path = option(Path, Path("results"), "folder of the results, created if missing", key="output.dir",
+    output_dir: Path = option(Path, Path("results"), "folder for the results, created if missing", key="output.dir",
         metavar="DIR")
     repeats: int = option(int, 1,
-        "runs of every row, in rounds of shuffled order; 3 or more give confidence intervals",
+        "runs of every row, in rounds, each in shuffled order; 3 or more give confidence intervals",
         key="output.repeats", metavar="R", limits={"ge": 1, "le": MAX_REPEATS})
     goal: str = option(str, "balanced", "what the recommendation is for: the fastest row, the least memory, or both",
         key="output.goal", choices=GOALS)
@@ -315,7 +316,7 @@ class Options:
         "removed",
         key="output.checkpoint")
     checkpoint_path: str | None = option(str, None, "folder on the disk to save to; adds --checkpoint",
-        default_text="the folder of the results", key="output.checkpoint_path", metavar="DIR")
+        default_text="the folder for the results", key="output.checkpoint_path", metavar="DIR")
     csv: Path | None = option(Path, None,
         "also write the flat rows as CSV to this file, replacing it; relative to the current folder", flag=False,
         key="output.csv")
@@ -349,7 +350,7 @@ class Options:
     strict: bool = option(bool, False, "exit 1 if any row failed")
 
     # fmt: on
-    # what follows from the above, or from the command
+    # derived from the above, or set by the command
     auto_batch: bool = False
     """Run each strategy at the largest micro-batch that trains."""
     auto_seq: bool = False
@@ -395,8 +396,8 @@ class Options:
         return str(option.flag if by_flag and option.flag else key)
 
     def checked(self) -> Options:
-        """Return the options with what follows from them. Raises UsageError where two contradict each other."""
-        # An axis may give rows a data loader, which the options do not know.
+        """Return the options with derived values filled in. Raises UsageError if two of them contradict each other."""
+        # An axis may give rows a data loader that the options themselves do not show.
         has_loader = self.data is not None or self.data_workers is not None or "data_workers" in self.axis_names
         auto = f"{self.spelling_of('batch_size')} auto"
         configs, data = self.spelling_of("configs"), self.spelling_of("data")
@@ -447,14 +448,14 @@ class Options:
             )
         if self.base_config is None and (self.stages or self.strategies):
             names = f"{self.spelling_of('stages')} and {self.spelling_of('strategies')}"
-            problem = f"{names} need a configuration to edit when there is a script"
+            problem = f"{names} need a configuration to edit when a script is given"
             raise UsageError(problem, remedy=f"add {self.spelling_of('base_config')} FILE")
         if self.base_config is None and not self.configs and not self.inline:
             names = f"{self.spelling_of('configs')} FILE …, or {self.spelling_of('base_config')} FILE"
             raise UsageError("the script has no configurations to run with", remedy=f"give {names}")
 
     def _checked_profiles(self) -> tuple[ProfileName, ...]:
-        """The profilers, each once, with nsys where it has a window.
+        """The profilers, each once, with nsys if it has a window.
 
         Raises UsageError for a window outside the profiled steps.
         """
@@ -477,7 +478,7 @@ class Options:
             raise UsageError(
                 f"{asked_for} steps 0 to {observed.start - 1} are warm-up and measured, and profilers observe "
                 f"{observed.start} to {observed.stop - 1}",
-                remedy=f"give {start} and {end} among these, or more {self.spelling_of('profile_steps')}",
+                remedy=f"give {start} and {end} among these, or raise {self.spelling_of('profile_steps')}",
             )
         return tuple(names)
 

@@ -22,7 +22,7 @@ def resolve_placement(
 ) -> Placement:
     """Return the requested placement on this machine. Raises UsageError if the machine cannot provide it.
 
-    ``interpreter``: of a user's script, whose torch counts; None for this one.
+    ``interpreter``: the one for a user's script, whose torch is used; None for this one.
     """
     rocm = environment.torch_built_for("hip") if interpreter is None else None
     if options.accelerator != "cpu" and rocm is not None:
@@ -69,7 +69,7 @@ def default_placement(
 
 
 def choose_precision(requested: Precision | Literal["auto"], placement: Placement) -> Precision:
-    """Return the requested number format; for ``auto`` the first of bf16, fp16, fp32 that the device supports.
+    """Return the requested number format; for ``auto``, the first of bf16, fp16, fp32 that the device supports.
 
     A requested format is never replaced: on a device without it, every row is Unsupported.
     """

@@ -48,7 +48,7 @@ AxisValue: TypeAlias = bool | int | float | str
 
 
 def _type_of(value: Option, path: str) -> Any:
-    """Return the type of an option's value, as pydantic takes it."""
+    """Return the type of an option's value, as pydantic expects it."""
     if value.kind is dict:
         inline: Any = dict[Annotated[str, Field(pattern=_NAME)], dict[str, Any]]
         return inline if path == "configurations.inline" else dict[str, Any]
@@ -71,7 +71,7 @@ def _type_of(value: Option, path: str) -> Any:
 
 
 class _Section(BaseModel):
-    # strict: otherwise pydantic would take the text "4" for a number.
+    # strict: otherwise pydantic would accept the text "4" as a number.
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
@@ -98,7 +98,7 @@ _ROWS = "The rows of the comparison. Without stages, strategies, configs and inl
 Recipe: type[BaseModel] = create_model(
     "Recipe",
     __base__=_Section,
-    __doc__="One comparison: a model, how it is trained, which configurations, and where.",
+    __doc__="One comparison: a model, how it is trained, in which configurations, and where.",
     model=_section("model", "The model that is trained, with random weights."),
     training=_section("training", "How it is trained."),
     configurations=_section("configurations", _ROWS),
@@ -135,8 +135,8 @@ SWEPT_SECTIONS = ("model", "training", "dataset", "dataloader", "optimizer")
 _SWEPT_KEYS = ("launch.num_gpus", "launch.cpu_memory_limit", "launch.gpu_memory_limit")
 """Other values that may be lists."""
 _SWEPT_BLOCKS = ("optimizer.params", "configurations.deepspeed")
-"""Blocks of DeepSpeed's own keys, whose values may be swept; those of the second only in the section ``sweep``, since
-lists in it are DeepSpeed's own."""
+"""Blocks of DeepSpeed's own keys, whose values may be swept; those of the second block only in the section ``sweep``,
+since lists in that block are DeepSpeed's own."""
 _WHOLE_SECTIONS = ("model", "training")
 """Sections that a printed recipe contains in full."""
 
@@ -168,7 +168,7 @@ def check_recipe(text: RecipeText, data: Data | None = None) -> Values:
     Raises UsageError for the first wrong value, with its line.
     """
     values = text.data if data is None else data
-    # A section without keys has its defaults; keep unknown names, to refuse them.
+    # A section without keys has its defaults; unknown names are kept, so that they are rejected.
     values = {name: keys for name, keys in values.items() if keys is not None or name not in Recipe.model_fields}
     return _by_path(validated(Recipe, values, text, ()))
 
@@ -338,7 +338,7 @@ def options_of(recipe: Values, folder: Path, **run_flags: Any) -> Options:
 
 
 def _strategies(names: tuple[str, ...], stage: int, has_nvme: bool) -> tuple[str, ...]:
-    """Return the names; if ``all`` is one, every stage and offload strategy instead, each configuration once."""
+    """Return the names; if ``all`` is among them, every stage and offload strategy, each configuration once."""
     if ALL not in names:
         return names
     by_label: dict[str, str] = {}
@@ -411,7 +411,7 @@ def recipe_of(options: Options, make_config: MakeConfig, rows: list[Strategy]) -
 
 
 def _json_value(value: Any) -> Any:
-    """Return a value of Options as a recipe has it; paths are absolute, since the recipe may be anywhere."""
+    """Return a value of Options as it appears in a recipe; paths are absolute, since the recipe may be anywhere."""
     if isinstance(value, tuple):
         return [_json_value(item) for item in value]
     return str(value.absolute()) if isinstance(value, Path) else value

@@ -1,7 +1,7 @@
 """Reads and writes recipes: YAML as plain values, with the line of each key.
 
 It reads only the YAML that a recipe needs, so that a short file cannot become a huge value: anchors and aliases, tags,
-several documents, repeated keys, and large or deeply nested files are refused. Plain scalars follow YAML 1.2:
+several documents, repeated keys, and large or deeply nested files are rejected. Plain scalars follow YAML 1.2:
 ``1e-4`` is a number; ``no``, ``on`` and ``1_000`` are strings.
 """
 
@@ -22,7 +22,7 @@ from ..system import files, invocation
 
 LARGEST_FILE_BYTES = 2**17
 MAX_LEVELS = 20
-"""Nested blocks; a recipe with whole DeepSpeed configurations has eight."""
+"""Maximum depth of nested blocks; a recipe with whole DeepSpeed configurations has eight levels."""
 _MAX_DIGITS = 40
 _INTEGER = re.compile(r"[-+]?[0-9]+")
 FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
@@ -72,7 +72,7 @@ def read_recipe(path: Path) -> RecipeText:
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror or error}", remedy="give the YAML file of a recipe") from None
     except ValueError:
-        raise UsageError(f"{path} is not text in UTF-8", remedy="give the YAML file of a recipe") from None
+        raise UsageError(f"{path} is not UTF-8 text", remedy="give the YAML file of a recipe") from None
     return parse_recipe(text, str(path), path.parent)
 
 
@@ -110,7 +110,7 @@ def parse_setting(text: str) -> tuple[KeyPath, Any]:
 
 
 def with_value(text: RecipeText, path: KeyPath, value: Any) -> RecipeText:
-    """Return the recipe with another value at a key path, which also replaces the sweep's list for that path.
+    """Return the recipe with this value at a key path; it also replaces the sweep's list for that path.
 
     Raises UsageError.
     """
@@ -151,7 +151,7 @@ def _read_yaml(text: str, name: str, lines: dict[KeyPath, int], path: KeyPath = 
                 _refuse(name, key, "a key must be a word", _REMEDY)
             if key.value in values:
                 first = lines[*path, key.value]
-                _refuse(name, key, f"{key.value!r} is given twice, first in line {first}", "keep one of them")
+                _refuse(name, key, f"{key.value!r} is given twice, first on line {first}", "keep one of them")
             lines[*path, key.value] = key.start_mark.line + 1
             values[key.value] = value_of(value, (*path, key.value))
         return values

@@ -23,7 +23,7 @@ BASE: Mapping[str, Any] = {"train_micro_batch_size_per_gpu": 1, "gradient_clippi
 _WHY = {
     "error": "DeepSpeed stops when {}.",
     "warning": "DeepSpeed accepts the file, but ignores the setting, behaves differently, or fails later.",
-    "hint": "DeepSpeed accepts the file; you might not expect what it does with it.",
+    "hint": "DeepSpeed accepts the file, but may not do what you expect.",
 }
 
 
@@ -71,7 +71,7 @@ def explain(rule: str) -> tuple[Finding, dict[str, str]]:
         finding = finding.at(position_of(text, parse_hjson(text), finding.path))
     why = _WHY[finding.level].format(finding.stops_when or "it reads the file")
     if rule in {each.name for each in WRONG_TRAINING}:
-        why = "Training runs, and in these versions its result differs from what the file says."
+        why = "Training runs, but in these versions it differs from what the file says."
     return finding, {
         "rule": rule,
         "level": finding.level,

@@ -1,11 +1,11 @@
-"""Facts about DeepSpeed configurations that its keys and types do not show: refused, ineffective, slow or wrong.
+"""Facts that DeepSpeed's keys and types do not show: which settings are rejected, ineffective, slow or wrong.
 
 ``lint`` reports every rule with a level. A rule with ``row`` also decides about a row of a comparison
 (``validation``): a refusal makes it Unsupported, a caveat is printed with it, and an ignored setting is left out of
-the copy of a file that a row trains with (:func:`without_ignored`); only a row whose flags ask for it is refused.
+the copy of a file that a row trains with (:func:`without_ignored`); only a row whose flags request it is refused.
 
-Unless it names ``versions``, a rule was read in the code of DeepSpeed 0.19.8, at ``source`` below its package, or run
-with it.
+Unless it names ``versions``, a rule comes from reading the code of DeepSpeed 0.19.8, at ``source`` below its package,
+or from running it.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ TRAINING_STARTS = "training starts"
 _CPU_OPTIMIZERS = ("adamw", "adam", "adagrad", "lion")
 """Optimizers with a CPU version in DeepSpeed."""
 _TRUE = (True, 1, "1", "true", "t", "yes", "y", "on")
-"""What pydantic reads as true."""
+"""Values that pydantic reads as true."""
 _WHOLE_MODEL = 10**9
 """DeepSpeed's default for ``sub_group_size`` and similar keys, in parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
-    """What rules about buffers need to know of a model."""
+    """What rules about buffers need to know about a model."""
 
     name: str
     parameters: int
@@ -51,7 +51,7 @@ class Case:
     config: Mapping[str, Any]
     """A key with the value "auto", which another program fills in, counts as absent."""
     placement: Placement | None = None
-    """None for ``check``, which is given a file only."""
+    """None for ``check``, which is given only a file."""
     workload: Workload | None = None
     num_gpus: int | None = None
     model: ModelSize | None = None
@@ -104,7 +104,7 @@ class Case:
 
     @property
     def has_cpu_optimizer(self) -> bool:
-        """Whether DeepSpeed replaces an offloaded optimizer by its CPU version.
+        """Whether DeepSpeed replaces an offloaded optimizer with its CPU version.
 
         Also true if the training script makes the optimizer, since Trainer and Accelerate then pass DeepSpeed's CPU
         optimizer.
@@ -176,7 +176,7 @@ class Rule:
         return self.reason.format(**values)
 
     def row_text(self, case: Case) -> str:
-        """Return what a row says, in one line."""
+        """Return the text that a row shows, in one line."""
         reason = self.reason_for(case)
         if self.row_remedy or self.row != "caveat":
             return f"{reason}; {self.row_remedy or self.remedy}"
@@ -228,7 +228,7 @@ def _is_for_gpus(axis: Axis) -> When:
 
 
 def _is_enabled(path: str, *stages: int) -> When:
-    """At these stages; at any if there are none."""
+    """At these stages; at every stage if none are given."""
     return lambda case: case.is_on(path) and (not stages or case.stage in stages)
 
 
@@ -261,8 +261,8 @@ def _not_in(path: str, *allowed: str) -> When:
     return lambda case: isinstance(value := case.value(path), str) and value.lower() not in known
 
 
-def _not_a_count(path: str, least: float) -> When:
-    return lambda case: isinstance(case.value(path), str) or case.number(path, least) < least
+def _not_a_count(path: str, minimum: float) -> When:
+    return lambda case: isinstance(case.value(path), str) or case.number(path, minimum) < minimum
 
 
 def _wrong_in_dynamic_scaling(path: str) -> When:
@@ -287,7 +287,7 @@ def _parameters_on_nvme(case: Case) -> bool:
 _CONFIG, _ENGINE, _STAGE_3 = "runtime/config.py", "runtime/engine.py", "runtime/zero/stage3.py"
 _ZENFLOW, _ZENFLOW_CONFIG = "runtime/zenflow/engine.py", "runtime/zenflow/zenflow_config.py"
 _WRITER, _PRECISION = "runtime/model_checkpointing/config.py", "runtime/precision_config.py"
-_IN_16_BIT: tuple[Precision, ...] = ("bf16", "fp16")
+_HALF_PRECISIONS: tuple[Precision, ...] = ("bf16", "fp16")
 _COMMS_LOGGER = "the mere presence of comms_logger makes every collective synchronous"
 _AUTOCAST_FORMATS = (
     *(prefix + name for name in ("float16", "float32", "bfloat16", "int8") for prefix in ("", "torch.")),
@@ -302,11 +302,11 @@ _REFUSED_IN_ROWS = (
          remedy="use zero_optimization.stage 1, 2 or 3, or remove the block", source="ops/adam/cpu_adam.py"),
     Rule("stage-0-offload-of-another-optimizer", "warning", "zero_optimization.offload_optimizer", row="ignored",
          when=lambda case: _offloads_at_stage_0(case) and not case.has_cpu_optimizer,
-         reason="stage 0 offloads only optimizers that DeepSpeed has for the CPU, not {optimizer}",
+         reason="stage 0 offloads only optimizers that have a CPU version in DeepSpeed, not {optimizer}",
          remedy="use zero_optimization.stage 1, 2 or 3, or remove the block", source=_ENGINE),
     Rule("offload-param-below-stage-3", "warning", "zero_optimization.offload_param", row="ignored",
          when=lambda case: case.stage in (0, 1, 2) and case.offload("param") is not None,
-         reason="parameters are offloaded at stage 3 only; at stage {stage} DeepSpeed ignores it",
+         reason="parameters are offloaded at stage 3 only; at stage {stage} DeepSpeed ignores the setting",
          remedy="use zero_optimization.stage 3, or remove the block", row_remedy="use stage 3",
          source="runtime/zero/config.py"),
     Rule("nvme-below-stage-3", "warning", "zero_optimization.offload_optimizer.device", row="ignored", read_as="cpu",
@@ -329,17 +329,17 @@ _REFUSED_IN_ROWS = (
          reason="bf16 and fp16 are both enabled", remedy="keep one", source=_CONFIG),
     Rule("zenflow-trains-other-weights", None, "zero_optimization.zenflow", row="refusal",
          when=lambda case: case.is_row and _uses_zenflow(case) and (case.stage == 3 or case.accelerator == "cpu"),
-         reason="ZenFlow of DeepSpeed 0.19.8 trains weights different from the model's at stage 3, where it transposes "
-                "every matrix, and on CPU ranks, where the loss starts elsewhere and hardly falls",
+         reason="in DeepSpeed 0.19.8, ZenFlow trains weights different from the model's at stage 3, where it "
+                "transposes every matrix, and on CPU ranks, where the loss starts at another value and hardly falls",
          remedy="leave it out, or use stage 1 or 2 on GPUs", source="runtime/zenflow/engine_stage3.py"),
     *(Rule(f"{precision}-unsupported", None, f"{precision}.enabled", row="refusal", when=_lacks_precision(precision),
            reason=f"{precision} is not supported on this {{accelerator}} device",
            remedy=f"use --precision fp32; for a file, --axis precision=fp32 or change its {precision} block")
-      for precision in _IN_16_BIT),
+      for precision in _HALF_PRECISIONS),
     Rule("bf16-on-an-older-gpu", "warning", "bf16.enabled",
          when=lambda case: case.is_on("bf16.enabled") and "bf16" not in gpu_precisions(case.compute_capability),
          reason="this machine's GPUs are older than Ampere (A100, RTX 30) and have no bf16 units",
-         remedy="train in fp16 here, with an fp16 block in its place, or on a newer GPU",
+         remedy="train in fp16 here, with an fp16 block instead, or use a newer GPU",
          source="accelerator/cuda_accelerator.py, is_bf16_supported"),
     Rule("deepcompile", "hint", "compile.deepcompile", when=lambda case: _deepcompiles(case) and not case.is_row,
          reason="compile.deepcompile acts only through engine.compile()",
@@ -420,8 +420,8 @@ _CAVEATS_OF_ROWS = (
     Rule("flops-profiler", "hint", "flops_profiler.enabled", row="caveat", when=_is_enabled("flops_profiler.enabled"),
          reason="flops_profiler instruments a step and turns wall_clock_breakdown on",
          remedy="set it to false where speed matters", source=_CONFIG),
-    # DeepSpeed's default is on. Rows that do not say otherwise have it off (complete_config); for a file that leaves it
-    # open a hint would say nothing about the file.
+    # DeepSpeed's default is on. Rows that do not set it have it off (complete_config); for a file that does not set
+    # it, a hint would say nothing about the file.
     Rule("throughput-timer", "hint", "timers.throughput.enabled", row="caveat",
          when=lambda case: case.is_on("timers.throughput.enabled", default=case.is_row),
          reason="the throughput timer synchronizes the device around every step",
@@ -437,19 +437,19 @@ _CAVEATS_OF_ROWS = (
 )
 
 _OF_FILES = (
-    # What DeepSpeedConfig raises an exception for, besides keys and types.
+    # Settings for which DeepSpeedConfig raises an exception, besides unknown keys and wrong types.
     *(Rule(f"{name.replace('_', '-')}-at-stage-0", "error", f"{name[:4]}.{name}",
-           versions=">=0.17", when=_is_enabled(f"{name[:4]}.{name}", 0), reason="DeepSpeed refuses it at stage 0",
+           versions=">=0.17", when=_is_enabled(f"{name[:4]}.{name}", 0), reason="DeepSpeed rejects it at stage 0",
            remedy="set zero_optimization.stage to 1, 2 or 3", source=_CONFIG)
       for name in ("fp16_master_weights_and_grads", "bf16_master_weights_and_grads", "bf16_optimizer_states")),
     Rule("bf16-states-without-master-weights", "error", "bf16.bf16_optimizer_states",
          when=lambda case: (case.is_on("bf16.bf16_optimizer_states")
                             and not case.is_on("bf16.bf16_master_weights_and_grads")),
-         reason="DeepSpeed refuses it without bf16_master_weights_and_grads", remedy="set both", source=_CONFIG),
+         reason="DeepSpeed rejects it without bf16_master_weights_and_grads", remedy="set both", source=_CONFIG),
     Rule("summed-gradients", "error", "gradient_allreduce_op",
          when=lambda case: (str(case.value("gradient_allreduce_op")).lower() == "sum"
                             and (case.stage == 3 or _uses_zenflow(case) or _deepcompiles(case))),
-         reason="DeepSpeed refuses sum at stage 3, with ZenFlow and with DeepCompile",
+         reason="DeepSpeed rejects sum at stage 3, with ZenFlow and with DeepCompile",
          remedy="use mean, or stage 2 or below without them", source=_CONFIG),
     Rule("unknown-allreduce-op", "error", "gradient_allreduce_op", when=_not_in("gradient_allreduce_op", "mean", "sum"),
          reason="DeepSpeed accepts only mean and sum", remedy="use mean, its default", source=_CONFIG),
@@ -472,14 +472,15 @@ _OF_FILES = (
     Rule("patterns-not-text", "error", "data_types.keep_in_fp32_modules",
          when=lambda case: ((value := case.block("data_types").get("keep_in_fp32_modules", AUTO)) != AUTO and not (
              isinstance(value, list) and all(isinstance(each, str) for each in value))),
-         reason='DeepSpeed takes "auto" or a list of name patterns', remedy="give a list of text", source=_CONFIG),
+         reason='DeepSpeed accepts only "auto" or a list of name patterns', remedy="give a list of strings",
+         source=_CONFIG),
     Rule("ratio-below-stage-3", "error", f"{OPTIMIZER}ratio",
          when=lambda case: case.stage in (0, 1, 2) and case.number(f"{OPTIMIZER}ratio", 1.0) < 1.0,
          reason="DeepSpeed accepts a ratio below 1 at stage 3 only",
          remedy="set zero_optimization.stage to 3, or remove it", source="runtime/zero/config.py"),
     Rule("no-gradient-norm-at-this-stage", "error", f"{ZERO}compute_grad_norm",
          when=lambda case: case.stage in (0, 3) and _skips_gradient_norm(case),
-         reason="DeepSpeed refuses false at stage {stage}", remedy="use stage 1 or 2, or remove it",
+         reason="DeepSpeed rejects false at stage {stage}", remedy="use stage 1 or 2, or remove it",
          source="runtime/zero/config.py"),
     Rule("no-gradient-norm-to-clip", "error", f"{ZERO}compute_grad_norm", stops_when=TRAINING_STARTS,
          when=lambda case: (case.stage in (1, 2) and _skips_gradient_norm(case) and (_uses_zenflow(case) or (
@@ -492,12 +493,12 @@ _OF_FILES = (
          reason="DeepSpeed accepts only auto, step and epoch", remedy="use one of them", source=_ZENFLOW_CONFIG),
     Rule("zenflow-select-interval", "error", f"{ZERO}zenflow.select_interval",
          when=_not_a_count(f"{ZERO}zenflow.select_interval", float("-inf")),
-         reason='DeepSpeed takes "auto" or a whole number', remedy="give one of them", source=_ZENFLOW_CONFIG),
+         reason='DeepSpeed accepts only "auto" or a whole number', remedy="give one of them", source=_ZENFLOW_CONFIG),
     *(Rule("zenflow-update-interval", "error", f"{ZERO}zenflow.update_interval", versions=versions,
-           when=_not_a_count(f"{ZERO}zenflow.update_interval", least),
-           reason='DeepSpeed takes "auto" or a whole number of 1 or more', remedy="give one of them",
+           when=_not_a_count(f"{ZERO}zenflow.update_interval", minimum),
+           reason='DeepSpeed accepts only "auto" or a whole number of 1 or more', remedy="give one of them",
            source=_ZENFLOW_CONFIG)
-      for versions, least in (("<0.19", float("-inf")), (">=0.19", 1))),
+      for versions, minimum in (("<0.19", float("-inf")), (">=0.19", 1))),
     Rule("zenflow-intervals", "error", f"{ZERO}zenflow", when=_has_wrong_intervals, stops_when=TRAINING_STARTS,
          reason="select_strategy and select_interval need each other, and select_interval must not be below "
                 "update_interval",
@@ -520,7 +521,7 @@ _OF_FILES = (
     Rule("fp16-loss-scale", "error", "fp16.loss_scale", versions=">=0.18",
          when=lambda case: isinstance(case.value("fp16.loss_scale"), bool) or case.number("fp16.loss_scale", 0) < 0,
          reason="must be 0 or more", remedy="use 0 for dynamic loss scaling", source=_PRECISION),
-    # What deepspeed.initialize raises an exception for.
+    # Settings for which deepspeed.initialize raises an exception.
     Rule("scaling-before-reduce-scatter", "error", f"{ZERO}reduce_scatter",
          when=lambda case: (case.stage in (2, 3) and case.is_on(f"{ZERO}reduce_scatter", default=True) and (
              case.is_on("prescale_gradients") or case.number("gradient_predivide_factor", 1.0) != 1.0)),
@@ -551,11 +552,11 @@ _OF_FILES = (
     Rule("muon-with-reduce-scatter", "error", f"{ZERO}reduce_scatter", stops_when=TRAINING_STARTS,
          when=lambda case: (case.optimizer == "muon" and case.stage == 3
                             and case.is_on(f"{ZERO}reduce_scatter", default=True)),
-         reason="DeepSpeed refuses Muon with reduce_scatter at stage 3", remedy="set reduce_scatter to false",
+         reason="DeepSpeed rejects Muon with reduce_scatter at stage 3", remedy="set reduce_scatter to false",
          source=_STAGE_3),
     Rule("max-grad-norm", "error", "optimizer.params.max_grad_norm", stops_when=TRAINING_STARTS,
          when=lambda case: "max_grad_norm" in case.block("optimizer.params"),
-         reason="DeepSpeed refuses it among the optimizer's parameters",
+         reason="DeepSpeed rejects it among the optimizer's parameters",
          remedy="use the top-level key gradient_clipping", source=_ENGINE),
     Rule("aio-text", "error", "aio", stops_when="it swaps to NVMe",
          when=lambda case: any(isinstance(case.value(f"aio.{key}"), str) for key in deepspeed_keys.keys_of("aio")),
@@ -583,7 +584,7 @@ _OF_FILES = (
                 "prefetches it twice and stops with 'already assigned swap buffer id'",
          remedy="set it to 0, which turns prefetching off, or try it with the model",
          source="runtime/zero/partitioned_param_coordinator.py"),
-    # Defaults that changed: the same file is another experiment with another version.
+    # Defaults that changed: the same file is a different experiment with a different version.
     Rule("unset-gradient-clipping", "hint", "gradient_clipping",
          when=lambda case: "gradient_clipping" not in case.config,
          reason="unset: 1.0 since DeepSpeed 0.19.3, no clipping before", remedy="set it explicitly",
@@ -627,7 +628,7 @@ WRONG_TRAINING = (
     Rule("gradients-divided-twice", "warning", "gradient_accumulation_steps", versions=">=0.18.3,<0.19.6", row="caveat",
          when=lambda case: case.stage in (0, 1, 2) and case.number("gradient_accumulation_steps", 1) > 1,
          reason="DeepSpeed 0.18.3 to 0.19.5 divides gradients by the accumulation twice below stage 3 if the model "
-                "returns logits beside its loss: their norm, and clipping by it, differ from stage 3's",
+                "returns logits along with its loss: their norm, and clipping by it, differ from stage 3's",
          remedy="use DeepSpeed 0.19.6 or later, or no accumulation",
          source="runtime/engine.py, _backward_prologue_per_tensor"),
     Rule("muon-updates-8463", "error", "optimizer.type", versions="<0.19.8", row="caveat",
@@ -642,7 +643,7 @@ WRONG_TRAINING = (
          remedy="read its memory as stage 1's", source="runtime/bf16_optimizer.py"),
 )
 # fmt: on
-"""Where some DeepSpeed versions silently do something other than the configuration says."""
+"""Settings for which some DeepSpeed versions silently do something other than what the configuration says."""
 
 RULES: tuple[Rule, ...] = (*_REFUSED_IN_ROWS, *_CAVEATS_OF_ROWS, *_OF_FILES, *WRONG_TRAINING)
 """Every rule. A row is refused by the first that applies."""
@@ -651,7 +652,7 @@ RULES: tuple[Rule, ...] = (*_REFUSED_IN_ROWS, *_CAVEATS_OF_ROWS, *_OF_FILES, *WR
 def keys_read_later(config: Mapping[str, Any]) -> dict[str, str]:
     """Return path → version that added it, for keys of a configuration that this DeepSpeed does not read yet.
 
-    Of a block that it does not read, the keys inside are left out.
+    For a block that it does not read, the keys inside are left out.
     """
     case, later = Case(config=config), deepspeed_keys.keys_added_later()
     outermost = (path for path in later if path.rpartition(".")[0] not in later)
@@ -667,7 +668,7 @@ def without_later_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refusals(case: Case) -> Iterator[str]:
-    """Yield why a row is refused: also for a setting that DeepSpeed ignores, which the copy of a file leaves out."""
+    """Yield why a row is refused, which includes ignored settings, although the copy of a file only leaves them out."""
     return (rule.row_text(case) for rule in RULES if rule.row in ("refusal", "ignored") and rule.applies(case))
 
 
@@ -683,7 +684,7 @@ def row_caveats(case: Case, rules: Sequence[Rule] = RULES) -> Iterator[str | Cav
 
 
 def without_ignored(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return a copy of a configuration with only what DeepSpeed acts on, and what was left out, with the reasons."""
+    """Return a copy of a configuration without ignored settings, and the settings left out, with the reasons."""
     kept, left_out = dict(config), []
     for rule in RULES:
         case = Case(config=kept)

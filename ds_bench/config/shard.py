@@ -13,7 +13,7 @@ MAX_SHARDS = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """Part of a plan that runs by itself, on this or another machine.
+    """Part of a plan that runs separately, on this or another machine.
 
     Rows that are compared with each other stay together if possible. The repeats of a row are never separated.
     """
@@ -41,15 +41,15 @@ class Shard:
 
     @property
     def file_suffix(self) -> str:
-        """``_shard03of12``: ends the names of its files, so that they sort by number."""
+        """``_shard03of12``: ends the names of its files, which therefore sort by number."""
         return f"_shard{self.number:0{len(str(self.count))}d}of{self.count}"
 
     def rows_of(self, rows_per_point: Sequence[int]) -> list[range]:
         """Return for each point the indices of the rows that this shard runs; an empty range if it runs none.
 
-        ``rows_per_point``: in the order of the plan. Points are dealt out in turn, every second turn backwards, because
-        points take longer toward the end of each axis. With fewer points than shards, each shard gets consecutive
-        rows. Raises UsageError for fewer rows than shards.
+        ``rows_per_point``: in the order of the plan. Points are dealt out in turn, in reverse every second turn,
+        because points take longer toward the end of each axis. With fewer points than shards, each shard gets
+        consecutive rows. Raises UsageError for fewer rows than shards.
         """
         points, total = len(rows_per_point), sum(rows_per_point)
         if self.count > total:

@@ -40,7 +40,7 @@ LOSSES: tuple[LossName, ...] = get_args(LossName)
 DEVICES: tuple[Device, ...] = get_args(Device)
 ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 MAX_PROFILE_STEPS = 50
-"""Steps that one profiler may observe: traces grow with each."""
+"""Maximum number of steps that one profiler may observe: traces grow with each step."""
 SEARCH_ACCURACY = 1 / 32
 """The search for the largest micro-batch or sequence length that trains ends when it is known to within this
 fraction."""
@@ -77,10 +77,10 @@ def _require(condition: bool, field_name: str, value: object, rule: str) -> None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A model and its training, or a script of the user's own, which brings both.
+    """A model and its training, or the user's own script, which provides both.
 
-    Rows of a comparison share it, except for their ``workload_changes``. A field without a description means what the
-    option or the axis of its name says (``options``, ``axes``).
+    Rows of a comparison share it, except for their ``workload_changes``. A field without a description is described by
+    the option or axis of the same name (``options``, ``axes``).
     """
 
     model: str
@@ -89,7 +89,7 @@ class Workload:
     model_type: str | None = None
     """Transformers' architecture name (``gpt2``); None for a factory."""
     model_config: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of ``AutoConfig.for_model`` for a preset, ``path`` for a local model; else empty."""
+    """Arguments of ``AutoConfig.for_model`` for a preset, ``path`` for a local model; otherwise empty."""
     batch_size: int = 4
     """Micro-batch: sequences per GPU in one forward pass."""
     batch_policy: BatchPolicy = "given"
@@ -105,7 +105,7 @@ class Workload:
     dropout: float | None = None
     """None: the model's own."""
     lora: str | None = None
-    """LoRA adapters, then the only weights that are trained (``trained_parameters.parse_lora``); None: none."""
+    """LoRA adapters, the only weights that are trained if set (``trained_parameters.parse_lora``); None: none."""
     freeze: str | None = None
     """Substrings of the names of frozen parameters; None: none."""
     attention: str | None = None
@@ -135,11 +135,11 @@ class Workload:
     data_tokens: int | None = None
     """Number of the file's ids, which every rank compares with its own file; None without a file."""
     data_digest: str | None = None
-    """Hash of the file's content, so that other content is another workload; None without a file."""
+    """Hash of the file's content, so that different content is a different workload; None without a file."""
     seq_policy: SequencePolicy = "given"
     """``longest``: the row runs at its own longest sequence that trains, and is compared with other such rows."""
     script: Script | None = None
-    """The user's own training script; of the other fields only the numbers of steps then mean anything."""
+    """The user's own training script; with one, the numbers of steps are the only other fields that mean anything."""
 
     @property
     def fills_memory(self) -> bool:
@@ -177,7 +177,7 @@ class Strategy:
 
 
 def gpu_precisions(capability: tuple[int, int] | None) -> tuple[Precision, ...]:
-    """Return the number formats of GPUs with this compute capability, the lowest of a job."""
+    """Return the number formats of GPUs with this compute capability, the lowest in a job."""
     has_bf16 = capability is None or capability >= (8, 0)  # Ampere
     return ("bf16", "fp16", "fp32") if has_bf16 else ("fp16", "fp32")
 
@@ -218,7 +218,7 @@ class Configuration:
     """
 
     name: str
-    """Unique in a comparison and machine readable: ``zero2``, ``cpu_optimizer``, ``my_config``."""
+    """Unique in a comparison and machine-readable: ``zero2``, ``cpu_optimizer``, ``my_config``."""
     label: str
     """Short text for tables: ``ZeRO-2``."""
     deepspeed_config: Mapping[str, Any]
@@ -238,7 +238,7 @@ class Configuration:
     caveats: tuple[str | Caveat, ...] = ()
     """How the row differs from its file."""
     refusal: str | None = None
-    """Why DeepSpeed or this program refuses its file, with the remedy; None if neither does."""
+    """Why DeepSpeed or this program rejects its file, with the remedy; None if neither does."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of this row's ranks only."""
 
@@ -300,7 +300,7 @@ class Placement:
     """Where a trial runs."""
 
     accelerator: Accelerator
-    """``cuda`` (ROCm included) or DeepSpeed's CPU accelerator."""
+    """``cuda``, or ``cpu`` for DeepSpeed's CPU accelerator."""
     num_gpus: int = 1
     """Ranks in the whole job: GPUs, or processes on the CPU accelerator."""
     launcher: LauncherName = "warm"
@@ -324,7 +324,7 @@ class Placement:
     host_command: str | None = None
     """Command line that runs a program on ``{host}``; None on one host, or if a launcher has started the agents."""
     forwarded_variables: tuple[str, ...] = ()
-    """Names of further environment variables for the ranks of other hosts."""
+    """Names of further environment variables for the ranks on other hosts."""
     master_addr: str | None = None
     """Address of the first host, where the ranks meet; None: its address on the route to the second host."""
     master_port: int | None = None
@@ -343,7 +343,7 @@ class Placement:
 
     @property
     def ranks_per_node(self) -> int:
-        """Ranks on the host with the most."""
+        """Number of ranks on the host that has the most."""
         return max((slots for _, slots in self.hosts), default=self.num_gpus)
 
     def slots_of(self, host: str) -> list[int]:
@@ -427,7 +427,7 @@ class Trial:
     its ``common_settings`` enter the work key; workload, placement and configuration already show the rest."""
 
     def __post_init__(self) -> None:
-        # Not by pathlib, which takes longer than reading the row of a trial.
+        # Not with pathlib, which takes longer than reading the row of a trial.
         is_name = "/" not in self.trial_id and self.trial_id not in ("", ".", "..")
         _require(is_name, "trial_id", self.trial_id, "must be the name of a folder")
 

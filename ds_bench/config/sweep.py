@@ -21,8 +21,8 @@ from . import deepspeed_config
 from .recipe import SweepSection, can_be_swept, nearest_path, validated
 from .recipe_file import Data, KeyPath, RecipeText
 
-_LISTS_OF_DEEPSPEED = ("betas",)
-"""Values of an optimizer that are lists themselves."""
+_DEEPSPEED_LISTS = ("betas",)
+"""Optimizer parameters whose values are lists."""
 
 MAX_TRIALS = 10_000
 """Maximum number of trials unless the user confirms more."""
@@ -44,7 +44,7 @@ class Sweep:
 
     @property
     def max_points(self) -> int:
-        """The most points that there can be, without expanding them."""
+        """The maximum number of points, found without expanding them."""
         return math.prod(len(values) for values in self.axes.values()) + (len(self.include) if self.axes else 0)
 
     @property
@@ -107,7 +107,7 @@ def find_sweep(text: RecipeText) -> Sweep:
                     known = f"the axes are {', '.join(axes)}" if axes else "the recipe has no axes"
                     raise text.error(place, f"sweep.exclude names {path}, which is not an axis", known)
                 if name == "exclude" and wanted not in axes[path]:
-                    known = f"it has {', '.join(map(str, axes[path]))}"
+                    known = f"its values are {', '.join(map(str, axes[path]))}"
                     raise text.error(place, f"sweep.exclude: {path} has no value {wanted!r}", known)
     if section.include and not axes:
         raise text.error(("sweep", "include"), "sweep.include without any axis", "add sweep.matrix")
@@ -143,7 +143,7 @@ def _checked_values(text: RecipeText, place: KeyPath, values: list[Any]) -> list
     for value in values:
         if isinstance(value, dict) or is_swept_list(name, value):
             what = "a block" if isinstance(value, dict) else "a list"
-            raise text.error(place, f"{name} holds {what} in a list", "write [VALUE, …]")
+            raise text.error(place, f"{name} has {what} among its values", "write [VALUE, …]")
         # With its type, since 1, 1.0 and True are equal.
         if (type(value), value) in seen:
             raise text.error(place, f"{name} has {value!r} twice", "leave one out")
@@ -155,4 +155,4 @@ def is_swept_list(path: str, value: Any) -> bool:
     """Return whether a value in a recipe is a sweep's list of values, not a single value that is a list."""
     if not isinstance(value, list) or path.startswith("configurations."):
         return False
-    return path.rpartition(".")[2] not in _LISTS_OF_DEEPSPEED or any(isinstance(item, list) for item in value)
+    return path.rpartition(".")[2] not in _DEEPSPEED_LISTS or any(isinstance(item, list) for item in value)

@@ -20,7 +20,7 @@ TOKEN_TYPES: tuple[TokenType, ...] = get_args(TokenType)
 NUMPY_TYPES: dict[TokenType, str] = {"uint16": "<u2", "uint32": "<u4"}
 _SUFFIXES: dict[str, TokenType] = {".uint16": "uint16", ".u16": "uint16", ".uint32": "uint32", ".u32": "uint32"}
 _LARGEST_READ_WHOLE = 2**30
-"""Bytes. Of a larger file only this much is read, in parts, which takes a second or two."""
+"""Bytes. Only this much of a larger file is read, in parts, which takes a second or two."""
 _PART_BYTES = 2**22
 _LARGEST_FILE_BYTES = 2**60
 _NUMPY_MAGIC = b"\x93NUMPY"
@@ -35,7 +35,7 @@ class TokenFile:
     dtype: TokenType
     tokens: int
     digest: str
-    """Hash of the size and of what was read; if that is not the whole file, also of its modification time."""
+    """Hash of the size and the content that was read; if that is not the whole file, also of its modification time."""
     largest_id: int
     largest_at: int
     """Position of that id in the file, from 0."""
@@ -56,7 +56,7 @@ class TokenFile:
     def require_usable(self, vocabulary: int | None, owner: str, seq_length: int) -> None:
         """Raise UsageError for an id outside the vocabulary, or a file shorter than one sequence.
 
-        ``vocabulary``: number of ids; None if unknown. ``owner``: what has that vocabulary, for the message.
+        ``vocabulary``: number of ids; None if unknown. ``owner``: name of the vocabulary's owner, for the message.
         """
         if vocabulary is not None and self.largest_id >= vocabulary:
             raise UsageError(
@@ -67,7 +67,7 @@ class TokenFile:
         if self.tokens < seq_length:
             raise UsageError(
                 f"{self.path} has {self.tokens} tokens, fewer than one sequence of {seq_length}",
-                remedy=f"give a longer file, or a sequence of {self.tokens} tokens or less",
+                remedy=f"give a longer file, or a sequence of {self.tokens} tokens or fewer",
             )
 
 
@@ -84,7 +84,7 @@ def read_token_file(path: Path, requested: TokenType | None) -> TokenFile:
         raise UsageError(f"{path} is a folder", remedy="give a file of token ids")
     dtype = requested or _SUFFIXES.get(path.suffix.lower())
     if dtype is None:
-        problem = f"the suffix of {path} does not give the type of its ids"
+        problem = f"the suffix of {path} does not say the type of its ids"
         raise UsageError(problem, remedy="give --data-dtype uint16 or uint32")
     try:
         with files.opened(path, _LARGEST_FILE_BYTES) as file:
@@ -95,7 +95,7 @@ def read_token_file(path: Path, requested: TokenType | None) -> TokenFile:
             tokens, rest = divmod(status.st_size, item_bytes(dtype))
             if rest:
                 problem = f"{path} has {status.st_size:,} bytes, which is not a whole number of {dtype} ids"
-                raise UsageError(problem, remedy="it is cut off, or its ids have another type")
+                raise UsageError(problem, remedy="it is cut off, or its ids have a different type")
             if not tokens:
                 raise UsageError(f"{path} is empty", remedy="give a file of token ids")
             return _read_ids(path, dtype, tokens, file, status.st_mtime_ns)

@@ -1,6 +1,6 @@
-"""Which parameters are trained: adapters of ``--lora`` and what ``--freeze`` leaves out, by the names of parameters.
+"""Decides by their names which parameters are trained, given ``--lora`` and ``--freeze``.
 
-Both the worker, which builds the model, and the formulas, which only list its tensors, decide by these functions.
+Both the worker, which builds the model, and the formulas, which only list its tensors, use these functions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..errors import UsageError
 from .spec import Workload
 
 VISION = ("*visual.*", "*vision_tower.*", "*vision_model.*")
-"""What ``--freeze vision`` stands for: the vision tower, with Qwen's merger, as Transformers names it."""
+"""Patterns that ``--freeze vision`` stands for: the vision tower, with Qwen's merger, as Transformers names it."""
 _NOT_LINEAR = ("gate", "router", "lm_head", "relative_attention_bias", "shared", "embed")
 """Last parts of the names of matrices that get no adapter: routers and the output head. Embedding tables get none
 either; they have ``embed`` in their name."""
@@ -44,7 +44,7 @@ def parse_lora(text: str) -> Lora:
 
 
 def is_frozen(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a pattern of ``--freeze`` fits this name of a parameter: ``vision``, or a part of it with * and ?."""
+    """Whether a pattern of ``--freeze`` matches a parameter's name: ``vision``, or a part of the name with * and ?."""
     for each in patterns:
         globs = VISION if each == "vision" else (f"*{each}*",)
         if any(fnmatchcase(name, glob) for glob in globs):
@@ -60,11 +60,11 @@ class TrainedParameters:
     freeze: tuple[str, ...] = ()
 
     def trains(self, name: str) -> bool:
-        """Whether the parameter of the model itself with this name is trained."""
+        """Whether the model's own parameter of this name is trained."""
         return self.lora is None and not is_frozen(name, self.freeze)
 
     def adapts(self, module: str) -> bool:
-        """Whether the linear module of this name gets an adapter: not a frozen one."""
+        """Whether the linear module of this name gets an adapter, which a frozen one does not."""
         last = module.rpartition(".")[2]
         if self.lora is None or last in _NOT_LINEAR or "embed" in last:
             return False

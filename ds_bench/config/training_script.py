@@ -23,13 +23,13 @@ OWN_KEYS = (
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer", "scheduler",
     "bf16", "bfloat16", "fp16", "torch_autocast", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
 )  # fmt: skip
-"""Keys that stay the script's where its configuration is replaced; ``ds_bench_script_hook`` has them a second time."""
+"""Keys that keep the script's values where its configuration is replaced; ``ds_bench_script_hook`` has a copy."""
 PLACEHOLDERS = ("config", "row", "stage", "num_gpus", "output_dir", "micro_batch", "grad_accum")
 _NAMES = "|".join(PLACEHOLDERS)
 _PLACEHOLDER = re.compile(rf"\{{\{{({_NAMES})\}}\}}|\{{({_NAMES})\}}")
 _LAUNCHERS = re.compile(r"python[\d.]*|torchrun|deepspeed|accelerate")
 _LAUNCHING_MODULES = ("torch.distributed.", "accelerate", "deepspeed")
-"""Beginnings of the names of modules that start ranks."""
+"""Prefixes of the names of modules that start ranks."""
 _REFUSED = (
     "model.name", "model.factory", "model.trust_remote_code",
     "training.local_batch_size", "training.global_batch_size", "training.seq_len", "training.grad_accum",
@@ -119,7 +119,7 @@ def read_script(
             raise UsageError(problem, remedy=f"write {{{near[0]}}}")
     if override and accelerate_env:
         problem = "--override-config and --accelerate-env cannot be combined"
-        raise UsageError(problem, remedy="give the one by which the script takes its configuration")
+        raise UsageError(problem, remedy="give the one by which the script gets its configuration")
     script = Script(
         command=tuple(command),
         digest=None,
@@ -137,7 +137,7 @@ def find_python(python: str | None) -> str:
     """Return the path of the script's interpreter. Raises UsageError."""
     if python is None:
         return sys.executable
-    # Not resolved: a virtual environment is found by the link to its interpreter.
+    # Not resolved: a virtual environment is found through the link to its interpreter.
     found = shutil.which(os.path.abspath(python) if "/" in python else python)  # noqa: PTH100
     if found is None:
         raise UsageError(f"--python {python} is not a program", remedy="give the interpreter, e.g. VENV/bin/python")
@@ -160,7 +160,7 @@ def file_digest(path: str | Path) -> str | None:
         return None
 
 
-def refuse_other_workload(paths: Collection[str], spell: Mapping[str, str]) -> None:
+def reject_workload_keys(paths: Collection[str], spell: Mapping[str, str]) -> None:
     """Raise UsageError for a key of a recipe that describes the built-in training loop. ``spell``: key → its flag."""
     for path in paths:
         if any(path == refused or path.startswith(f"{refused}.") for refused in _REFUSED):

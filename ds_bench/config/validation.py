@@ -1,9 +1,9 @@
 """Checks rows before the run: ignored keys, configurations that cannot run here, and settings without effect.
 
-DeepSpeed accepts most of it silently. An unknown key is the user's mistake (:func:`check_keys`), a configuration that
-cannot run here makes a row Unsupported (:func:`unsupported_reason`), and a setting without effect becomes a caveat
-(:func:`ineffective_settings`). Facts about configurations are in ``rules``; this module adds workload, machine and
-torch's own engines.
+DeepSpeed accepts most of these silently. An unknown key is the user's mistake (:func:`check_keys`), a configuration
+that cannot run here makes a row Unsupported (:func:`unsupported_reason`), and a setting without effect becomes a caveat
+(:func:`ineffective_settings`). Facts about configurations are in ``rules``; this module adds those about the workload,
+the machine and torch's own engines.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from .spec import BATCH_KEYS, DEFAULT_PREFETCH, Configuration, Placement, Worklo
 Config = Mapping[str, Any]
 
 _BLOCKS = ("aio", "bf16", "fp16", "optimizer", "timers", "zero_optimization")
-"""Keys whose value must be an object, as this program reads inside it."""
+"""Keys whose value must be an object, since this program reads the keys in it."""
 _REFUSED = ("ignored-key", "comment-key", "removed-key", "old-name-of-bf16")
 """Findings about keys that a row would train without."""
 
 
 def check_keys(config: Config) -> None:
-    """Raise UsageError for a key that DeepSpeed would ignore or refuse, and a block that is not an object."""
+    """Raise UsageError for a key that DeepSpeed would ignore or reject, and for a block that is not an object."""
     for key in _BLOCKS:
         if not isinstance(config.get(key, {}), Mapping):
             problem = f"{key!r} in the DeepSpeed config is {config[key]!r}, not an object"
@@ -47,8 +47,8 @@ def check_keys(config: Config) -> None:
 def unsupported_reason(configuration: Configuration, placement: Placement) -> str | None:
     """Return why DeepSpeed or this program would not run a configuration as it says; None if it would.
 
-    Without the refusal the row would show a number for something that did not happen. A precision of the workload is
-    refused only once the DeepSpeed configuration is completed.
+    Without the refusal, the row would show a number for something that did not happen. The workload's precision is
+    checked only once the DeepSpeed configuration is complete.
     """
     case = Case(config=configuration.deepspeed_config, placement=placement)
     return (
@@ -61,7 +61,7 @@ def unsupported_reason(configuration: Configuration, placement: Placement) -> st
 
 
 def unread_key(config: Config) -> str | None:
-    """Return which key only a later DeepSpeed reads, so that a row that sets it would not be what it says."""
+    """Return the refusal for a key that only a later DeepSpeed reads: a row with it would not be what it says."""
     later = keys_read_later(config)
     if not later:
         return None
@@ -85,7 +85,7 @@ def missing_requirement(configuration: Configuration, placement: Placement) -> s
 
 
 _NO_AUTOTP = ("deberta", "flaubert", "fsmt", "gpt2", "led", "longformer", "xlm", "xlnet")
-"""Architectures that DeepSpeed's AutoTP refuses (module_inject/auto_tp.py, AutoTP.supported)."""
+"""Architectures that DeepSpeed's AutoTP does not support (module_inject/auto_tp.py, AutoTP.supported)."""
 _HEADS = ("num_attention_heads", "n_head")
 """Names of the number of attention heads in models' configurations."""
 _FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
@@ -139,7 +139,7 @@ def _unsupported_step(workload: Workload, placement: Placement) -> str | None:
         if wanted and deepspeed_keys.is_before(since):
             return f"DeepSpeed {deepspeed_keys.version()} has no {what}; use {since} or later"
     if loss == "tiled" and workload.precision == "fp16":
-        return "loss tiled computes gradients before the loss scale, which fp16 needs; use --precision bf16"
+        return "loss tiled computes gradients before the loss is scaled, which fp16 needs; use --precision bf16"
     return None
 
 
@@ -170,15 +170,15 @@ def _unsupported_groups(workload: Workload, placement: Placement, config: Config
     if tensor > 1 and workload.model_type in _NO_AUTOTP:
         return f"AutoTP cannot split {workload.model_type} (module_inject/auto_tp.py); use another model"
     if min(tensor, sequence) > 1:
-        return "autotp_size and sequence_parallel_size are not trained together here; keep one"
+        return "autotp_size and sequence_parallel_size cannot be combined here; keep one"
     if ranks % size:
         return f"{name} {size} does not divide the {ranks} ranks; use --num-gpus {size}"
     if heads % size:
         return f"{name} {size} does not divide the {heads} attention heads; use a divisor of {heads}"
     if sequence > 1 and (length % sequence or length < 2 * sequence):
         return (
-            f"sequence_parallel_size {sequence} does not divide --seq-length {length} into two tokens or more each; "
-            f"use a multiple of {sequence}"
+            f"sequence_parallel_size {sequence} does not divide --seq-length {length} into parts of two tokens or "
+            f"more; use a multiple of {sequence}"
         )
     if sequence > 1 and workload.attention == "eager":
         return "Ulysses does not split eager attention; use attention sdpa"
@@ -188,7 +188,7 @@ def _unsupported_groups(workload: Workload, placement: Placement, config: Config
 
 
 def ineffective_settings(configuration: Configuration, workload: Workload, placement: Placement) -> list[str | Caveat]:
-    """Return caveats for settings that have no effect, slow down what is measured, or are known to train wrongly.
+    """Return caveats for settings that have no effect, slow down the measured steps, or are known to train wrongly.
 
     ``configuration``: with its completed DeepSpeed configuration.
     """
@@ -226,8 +226,8 @@ def _refused_by_reference(configuration: Configuration, placement: Placement) ->
     if block_of(config, "fp16").get("enabled"):
         return f"{label} in fp16 would need a loss scaler other than DeepSpeed's; use --precision bf16 or fp32"
     if optimizer.lower() not in ("adam", "adamw", "sgd"):  # which torch and DeepSpeed both have
-        return f"{label} and DeepSpeed share no {optimizer or 'optimizer'}; use AdamW, Adam or SGD"
+        return f"{label} and DeepSpeed do not both have {optimizer or 'an optimizer'}; use AdamW, Adam or SGD"
     # Only known keys pass: a setting of a later DeepSpeed may change what is trained.
     others = sorted(config.keys() - _READ_BY_REFERENCES - _ABOUT_DEEPSPEED)
     others += [f"bf16.{key}" for key in sorted(block_of(config, "bf16").keys() - _BF16_KEYS)]
-    return f"{label} does not have {', '.join(others)} of the DeepSpeed config; {without}" if others else None
+    return f"{label} does not support {', '.join(others)} from the DeepSpeed config; {without}" if others else None

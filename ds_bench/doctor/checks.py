@@ -30,7 +30,7 @@ from . import cluster, disk, host, software
 from .findings import Finding, Groups, SystemAccess, format_count, format_finding, ok, problem, run_check, warning
 
 _ANY_HIDDEN_SIZE = 1024
-"""Stands for the model, which the doctor does not know; only bucket sizes depend on it."""
+"""Stands in for the model's, which the doctor does not know; only bucket sizes depend on it."""
 
 
 def run_all_checks(

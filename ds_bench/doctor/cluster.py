@@ -1,4 +1,4 @@
-"""Checks the hosts of a job on several: each can be reached, has what the others have, and is ready for the plan.
+"""Checks the hosts of a multi-host job: each can be reached, has what the others have, and is ready for the plan.
 
 Each host is checked by its agent (``launch.host_connections``), which starts :mod:`.checks` there.
 """
@@ -65,7 +65,7 @@ def connected_hosts(placement: Placement, python: str | None = None) -> Iterator
             how = "see what the launcher's processes have printed there"
             if template is not None:
                 command = template.replace("{host}", problems[0].name)
-                how = f"make `{command} true` work without a question, with Python and ds_bench at the same paths there"
+                how = f"make `{command} true` work without a prompt, with Python and ds_bench at the same paths there"
             raise PreflightError(
                 f"cannot use {format_names(problems, 5, '; ')}",
                 remedy=f"{how}, or {_way_to_leave_out('the host', placement)}",
@@ -104,7 +104,7 @@ def environment_with_hosts(hosts: Hosts, placement: Placement, local: Environmen
             raise PreflightError(
                 f"{other} and {name} both call themselves {environment.hostname}: they are one machine, or look "
                 "like one",
-                remedy="write each machine once into the hostfile, and give each a host name of its own",
+                remedy="list each machine once in the hostfile, and give each its own host name",
             )
     known = dict(environments)
     if local.hostname not in {each.hostname for each in environments.values()}:
@@ -130,14 +130,14 @@ def environment_with_hosts(hosts: Hosts, placement: Placement, local: Environmen
 
 
 def require_script(hosts: Hosts, script: Script) -> None:
-    """Raise PreflightError if a host lacks the script's file, or has another one at its path."""
+    """Raise PreflightError if a host lacks the script's file, or has a different one at its path."""
     if script.file is None:  # a module, found by each interpreter
         return
     path = script.file.absolute()
     with naming_lost_host():
         digests = hosts.request_all("file_digest", kind=str | None, path=str(path))
     if others := [name for name, digest in digests.items() if digest != script.digest]:
-        problem = f"{path} is missing or another file on {format_names(others, 5)}"
+        problem = f"{path} is missing or different on {format_names(others, 5)}"
         raise PreflightError(problem, remedy="copy the script to this path on every host")
 
 
@@ -165,11 +165,11 @@ def require_connections(hosts: Hosts, placement: Placement) -> None:
         return
     with naming_lost_host():
         address, port = hosts.master_of(placement)
-        # The address of each host in the network that leads to the first.
+        # The address of each host on the network that leads to the first.
         addresses = [each.request("address", kind=str, towards=address) for each in others]
         _try_connections(first, others, address, port)
         for other, own in zip(others, addresses, strict=True):
-            # At any free port: the ranks choose their own.
+            # On any free port: the ranks choose their own.
             _try_connections(other, [each for each in hosts.connections if each is not other], own, 0)
 
 
@@ -178,11 +178,11 @@ def _try_connections(listener: HostConnection, others: Sequence[HostConnection],
         port = listener.request("listen", kind=int, address=address, port=port)
     except HostError as error:
         raise PreflightError(
-            f"ranks cannot meet at {address} port {port} of {listener.name}: {error.reason}",
-            remedy="give --master-addr an address of the first host that the others reach, or another --master-port",
+            f"ranks cannot meet at {address} port {port} on {listener.name}: {error.reason}",
+            remedy="give --master-addr an address of the first host that others can reach, or another --master-port",
         ) from None
     try:
-        # All are asked before one is waited for, so that a firewall that drops packets costs the five seconds once.
+        # All requests are sent before one is waited for, so that a firewall that drops packets costs five seconds once.
         futures = [each.send_request("connect", address=address, port=port, timeout_seconds=5.0) for each in others]
         for each, future in zip(others, futures, strict=True):
             try:

@@ -73,7 +73,7 @@ def check_nvme_folder(path: Path) -> NvmeFolder:
 
 
 def lack_of_space(path: Path, model: ResolvedModel) -> str | None:
-    """Return why rows that swap to ``path`` cannot run, with the remedy. None if space is enough or need is unknown."""
+    """Return why rows that swap to ``path`` cannot run, with the remedy; None if there is room, as far as is known."""
     free = shutil.disk_usage(path).free
     parameters = 0 if model.facts is None else model.facts.parameters
     need = max(SWAP_BYTES_PER_PARAMETER * parameters, files.FULL_DISK_BYTES)
@@ -132,13 +132,15 @@ def _check_device(system: SystemAccess, path: Path) -> Finding:
     kind = {"1": "is a rotational or virtual disk", "0": "is not an NVMe device"}
     rotational = (read_text(disk / "queue/rotational") or "").strip()
     text = f"{text} {kind.get(rotational, 'does not look like an NVMe device')}"
-    return warning("NVMe disk", text, "offload to a local NVMe disk, or read the figures as this disk's")
+    return warning(
+        "NVMe disk", text, "offload to a local NVMe disk, or keep in mind that the figures are for this disk"
+    )
 
 
 def _check_direct_io(path: Path) -> Finding:
     """Whether files can be opened with O_DIRECT, as DeepSpeed opens every swap file (csrc/aio)."""
     try:
-        # A page from mmap has the alignment that O_DIRECT asks of a buffer.
+        # A page from mmap has the alignment that O_DIRECT requires of a buffer.
         with tempfile.TemporaryFile(dir=path) as file, mmap.mmap(-1, _PAGE_BYTES) as page:
             # The file has no name, so that nothing is left behind. As ``tempfile`` cannot create it with O_DIRECT, it
             # is opened a second time through its descriptor.
@@ -182,18 +184,18 @@ def speed_finding(measured: Mapping[str, Any], aio: Mapping[str, Any]) -> Findin
         return problem(name, f"DeepSpeed cannot use the folder: {measured['error']}", "give another folder")
     read, write = float(measured["read_bytes_per_second"]), float(measured["write_bytes_per_second"])
     text = (
-        f"reads {format_bytes(read)}/s, writes {format_bytes(write)}/s in sequence "
+        f"reads {format_bytes(read)}/s, writes {format_bytes(write)}/s sequentially "
         f"(DeepSpeed's async I/O, blocks of {format_bytes(aio['block_size'])}, queue depth {aio['queue_depth']}, "
         f"{format_items(aio['intra_op_parallelism'], 'thread')}, {format_bytes(measured['bytes'])})"
     )
     if measured.get("from_disk") is False:
-        remedy = "do not trust the reading speed; give a folder on a local disk with ext4 or xfs"
+        remedy = "do not trust the read speed; give a folder on a local disk with ext4 or xfs"
         return warning(name, f"{text}; part of it was read from a cache, not from the disk", remedy)
     slow = [way for way, speed in (("reading", read), ("writing", write)) if speed < _SLOW_BYTES_PER_SECOND]
     if not slow:
         return ok(name, text)
     text += f"; {' and '.join(slow)} below {format_bytes(_SLOW_BYTES_PER_SECOND)}/s"
-    remedy = "NVMe rows will wait for the disk: use a faster one or several as RAID 0, or try --set aio.queue_depth=32"
+    remedy = "NVMe rows will wait for the disk: use a faster one or several in RAID 0, or try --set aio.queue_depth=32"
     return warning(name, text, remedy)
 
 
@@ -211,7 +213,7 @@ def require_checkpoint_folder(given: str | None, trials: Sequence[Trial]) -> Pat
 
 
 def check_checkpoint_folder(given: str | None, profiles: Sequence[ModelProfile], trials: Sequence[Trial]) -> None:
-    """Remove checkpoints that ended runs left, and check the room for the largest model. Raises PreflightError.
+    """Remove checkpoints that ended runs left, and check that the largest model's fits. Raises PreflightError.
 
     ``given``: as for :func:`require_checkpoint_folder`.
     """

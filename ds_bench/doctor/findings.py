@@ -4,7 +4,7 @@ A check is a function that yields findings; :func:`run_check` turns what it rais
 programs and GPUs only through :class:`SystemAccess`, so that a test can make up a machine. No check changes a setting
 of the host or of a GPU.
 
-A *problem* keeps comparisons from running, or makes unusable what a flag names. A *warning* rules out a strategy, or
+A *problem* keeps comparisons from running, or makes what a flag names unusable. A *warning* rules out a strategy, or
 makes figures worse or less certain. Everything else is ok.
 """
 
@@ -90,7 +90,7 @@ def run_check(name: str, check: Callable[[], Iterable[Finding]], failed_level: L
 
 
 def run_checks(checks: Mapping[str, Callable[[], Finding]]) -> Iterator[Finding]:
-    """Yield the finding of each check by its name. A check that raises does not stop the others."""
+    """Yield the finding of each check under its name. A check that raises does not stop the others."""
     for name, check in checks.items():
         yield from run_check(name, lambda check=check: [check()])  # type: ignore[misc]
 

@@ -1,6 +1,6 @@
 """Checks the host (memory and its limits, swap, shared and locked memory, cores) and its GPUs.
 
-Of each GPU: free memory and its users, persistence mode, clocks and what lowers them.
+For each GPU: free memory and its users, persistence mode, clocks and what lowers them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SHM_BYTES_PER_CPU_RANK = 2 * 2**20 + 2 * 32 * 2**20
 SHM_BYTES_FOR_NCCL = 2**30
 """From NCCL's user guide ("Troubleshooting", shared memory: --shm-size=1g)."""
 _LOW_FREE_FRACTION = 0.25
-"""If less of the memory that this process may use is free, other programs are using the host."""
+"""If a smaller part of the memory that this process may use is free, other programs are using the host."""
 _CAP_IPC_LOCK = 1 << 14
 """Bit of an effective set of capabilities (linux/capability.h)."""
 _DRIVER_FRACTION = 0.05
@@ -54,10 +54,10 @@ def _check_memory(system: SystemAccess, need_bytes: int | None) -> Finding:
     text = f"{format_bytes(free)} of {format_bytes(total)} available"
     text += f"; the cgroup allows this job {format_bytes(limit)}" if granted < total else ""
     if need_bytes is not None and need_bytes > free:
-        remedy = "offload less, use fewer ranks, or ask the scheduler or container for more memory"
+        remedy = "offload less, use fewer ranks, or request more memory from the scheduler or container"
         return warning(name, f"{text}; the plan needs about {format_bytes(need_bytes)}", remedy)
     if free < _LOW_FREE_FRACTION * granted:
-        return warning(name, f"{text}: other programs use the rest", "end them, above all before offload rows")
+        return warning(name, f"{text}: other programs use the rest", "end them, especially before offload rows")
     return ok(name, text)
 
 
@@ -83,13 +83,13 @@ def _check_shared_memory(system: SystemAccess, placement: Placement) -> Finding:
     size, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
     text = f"/dev/shm has {format_bytes(free)} of {format_bytes(size)} free"
     remedy = "start the container with --shm-size=1g or more, or --ipc=host; or remove old files from /dev/shm"
-    # The number of ranks on this node is not known for a job on several.
+    # The number of ranks on this node is not known for a job on several nodes.
     ranks = placement.num_gpus if placement.is_on_this_host else 1
     need = ranks * SHM_BYTES_PER_CPU_RANK
     if on_cpu and free < need:
         return problem(name, f"{text}; {ranks} CPU rank(s) need {format_bytes(need)}", remedy)
     if uses_nccl and free < SHM_BYTES_FOR_NCCL:
-        return warning(name, f"{text}; NCCL asks for {format_bytes(SHM_BYTES_FOR_NCCL)}", remedy)
+        return warning(name, f"{text}; NCCL recommends {format_bytes(SHM_BYTES_FOR_NCCL)}", remedy)
     return ok(name, text)
 
 
@@ -137,7 +137,7 @@ def has_amd_gpu(root: Path = ROOT) -> bool:
 def check_gpus(
     system: SystemAccess, inventory: GpuInventory, torch_cuda: str | None, slots: Collection[int] | None = None
 ) -> Iterator[Finding]:
-    """Yield findings for each GPU that ``CUDA_VISIBLE_DEVICES`` leaves, or why no GPU is visible.
+    """Yield findings for each GPU that ``CUDA_VISIBLE_DEVICES`` leaves visible, or why no GPU is visible.
 
     ``slots``: the numbers of those that are used; None for all.
     """
@@ -177,7 +177,7 @@ def check_gpus(
             yield problem(f"GPU {gpu.index} MIG", text, f"choose another GPU, or nvidia-smi -i {gpu.index} -mig 0")
         if "bf16" not in gpu_precisions(gpu.compute_capability):
             text = f"{gpu.name or 'unnamed'} has no bf16 units: rows in bf16 are refused"
-            yield warning(f"GPU {gpu.index} bf16", text, "--precision fp16, which auto takes here")
+            yield warning(f"GPU {gpu.index} bf16", text, "--precision fp16, which auto selects here")
         name = f"GPU {gpu.index} persistence mode"
         if gpu.persistence_mode is None:
             yield unreadable(name)

@@ -57,7 +57,7 @@ _LIBAIO_PROGRAM = "#include <libaio.h>\nint main(void) { return io_submit(0, 0, 
 def our_requirements(pyproject: Path = _PYPROJECT) -> list[str]:
     """Return what runs need: this project's dependencies and its extra ``run``.
 
-    They come from the checkout that holds this file, else from the installed package; empty if neither is there.
+    They come from the checkout that holds this file, otherwise from the installed package; empty if neither exists.
     """
     from packaging.requirements import Requirement
 
@@ -152,7 +152,7 @@ def _check_requirement(wanted: Requirement, version: str | None) -> Finding | No
             return None
         text = f"{version} is installed; {text}"
     install = f'pip install "{wanted.name}{wanted.specifier}"'
-    # Outside their ranges torch, DeepSpeed and Transformers may still work: a run shows it, row by row.
+    # Outside their ranges torch, DeepSpeed and Transformers may still work: a run shows whether they do, row by row.
     untried = version is not None and wanted.name in RUN_PACKAGES
     return Finding(name=wanted.name, level="warning" if use or untried else "problem", text=text, remedy=install)
 
@@ -207,8 +207,8 @@ def _check_program(
 
 def _compiler_command(system: SystemAccess, variable: str) -> str:
     """The compiler that ``variable``, CC or CXX, names, or the default one."""
-    # Without CXX torch takes c++ (get_cxx_compiler). Without CC setuptools, which DeepSpeed uses to look for
-    # libaio, takes the compiler that built Python.
+    # Without CXX, torch uses c++ (get_cxx_compiler). Without CC, setuptools, with which DeepSpeed looks for libaio,
+    # uses the compiler that built Python.
     default = "c++" if variable == "CXX" else sysconfig.get_config_var("CC") or "cc"
     return system.environ.get(variable) or str(default)
 
@@ -298,7 +298,7 @@ def _check_unbuilt(
         return level, "cannot be built: a C++ compiler or ninja is missing", "see the tools above"
     missing = None
     # A toolkit whose version differs from torch's CUDA is left to the build: DeepSpeed compares the two only when it is
-    # installed with ops built ahead (op_builder/builder.py, builder), not when it loads one (jit_load).
+    # installed with prebuilt ops (op_builder/builder.py, builder), not when it loads one (jit_load).
     if op in (ops.FUSED_ADAM, ops.ASYNC_IO) and accelerator == "cuda" and toolkit_release(system) is None:
         missing = ops.NO_TOOLKIT
     if op == ops.ASYNC_IO and not has_libaio(system):
@@ -306,7 +306,7 @@ def _check_unbuilt(
     if missing is not None:
         return level, f"cannot be built: {missing}", ops.remedy_of(missing)
     log = folder / f"{op}.log"
-    # The log of a build stays. The op is missing, so that build failed.
+    # The log of a build stays. As the op is missing, its build failed.
     if log.exists():
         return level, f"the last build failed: {log}", f"read it, then run {build}"
     return "ok", "not built yet, but can be", f"{build} builds it now; otherwise the first comparison does"

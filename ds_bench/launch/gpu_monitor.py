@@ -1,4 +1,4 @@
-"""Reads the GPUs while a trial runs: free memory before it, and clocks, temperature and power in its measured steps."""
+"""Reads the GPUs for a trial: free memory before it, and clocks, temperature and power during its measured steps."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from . import Launcher, Progress, ProgressCallback
 from .host_connections import HostError, Hosts
 
 _TOLERANCE_BYTES = 256 * 2**20
-"""Normal variation of free GPU memory; a larger loss means that a process holds some."""
+"""Normal variation in free GPU memory; a larger drop means that a process holds some."""
 _HOST_TOLERANCE_BYTES = 2 * 2**30
 """The same for host memory, which other programs use too."""
 _POLL_SECONDS = 0.2
 _READ_SECONDS = 5.0
 _SAMPLE_SECONDS = 1.0
-"""Time between two readings of the GPUs, and the shortest time over which energy gives a mean power."""
+"""Time between two readings of the GPUs, and the shortest time over which mean power is computed from energy."""
 
 _Gpu = tuple[int, str | None]
-"""NVML's index, and the host on several hosts."""
+"""NVML's index, and the host; None if there is only one."""
 _Sample = tuple[float, dict[_Gpu, gpu_state.GpuFacts]]
 """Monotonic time in seconds, and the GPUs of the trial."""
 
 
 def _summarize(gpu: _Gpu, samples: Sequence[_Sample]) -> GpuWindow:
-    """Return what one GPU did between the first and the last sample."""
+    """Summarize one GPU from the first sample to the last."""
     seen = [(at, gpus[gpu]) for at, gpus in samples if gpu in gpus]
     clocks = [facts.sm_clock_mhz for _, facts in seen if facts.sm_clock_mhz is not None]
     temperatures = [facts.temperature_celsius for _, facts in seen if facts.temperature_celsius is not None]
@@ -51,10 +51,10 @@ def _summarize(gpu: _Gpu, samples: Sequence[_Sample]) -> GpuWindow:
 
 
 class GpuMonitoringLauncher:
-    """Launches trials through ``launcher``; waits at most ``wait_seconds`` for memory that an earlier trial held.
+    """Launches trials through ``launcher``; waits at most ``wait_seconds`` for an earlier trial's memory to be freed.
 
-    Adds to each record the bytes that were free when it began, what the GPUs did in the measured steps, and a caveat
-    for each GPU that was throttled in them.
+    Adds to each record the bytes that were free when the trial began, a summary of each GPU during the measured steps,
+    and a caveat for each GPU that was throttled in them.
     """
 
     def __init__(
@@ -68,24 +68,24 @@ class GpuMonitoringLauncher:
         read_host_bytes: Callable[[], int | None] = available_host_bytes,
     ) -> None:
         """``read``: reads every GPU of this host. ``indices``: NVML's indices of the GPUs that trials use. ``hosts``:
-        several hosts, whose agents read the GPUs. ``read_host_bytes``: reads the free memory of this host.
+        those of a multi-host run, whose agents read the GPUs. ``read_host_bytes``: reads the free memory of this host.
         """
         self._hosts = hosts
         self._launcher, self._read, self._indices, self._wait_seconds = launcher, read, indices, wait_seconds
         self._read_host_bytes, self._expected_host_bytes = read_host_bytes, 0
         self._expected_free_bytes: dict[int, int] = {}
-        """Number of GPUs → the most that was free so far before a trial on that many."""
+        """Number of GPUs → the most memory that was free so far before a trial on that many."""
 
     def launch(self, trial: Trial, folder: Path, listen: ProgressCallback) -> TrialRecord:
         """See :class:`Launcher`."""
-        # An offload row holds host memory, page-locked, for a while after its end.
+        # An offload row still holds page-locked host memory for a while after it ends.
         available = self._wait_for(self._read_host_bytes, self._expected_host_bytes - _HOST_TOLERANCE_BYTES)
         self._expected_host_bytes = (available or 0) if trial.configuration.offloads else 0
         count, caveats = trial.placement.num_gpus, list[str | Caveat]()
         expected = self._expected_free_bytes.get(count, 0)
 
         def read_free_bytes() -> int | None:
-            # Of the GPU that has the least.
+            # On the GPU that has the least.
             facts = [
                 (gpu.memory_total_bytes, gpu.memory_used_bytes) for gpu in self._read_gpus(trial.placement).values()
             ]
@@ -94,17 +94,17 @@ class GpuMonitoringLauncher:
         free_bytes = self._wait_for(read_free_bytes, expected - _TOLERANCE_BYTES)
         if free_bytes is None or free_bytes >= expected - _TOLERANCE_BYTES:
             self._expected_free_bytes[count] = max(free_bytes or 0, expected)
-        elif not processes.interrupt_requested():  # else the launcher below ends the trial at once, and records it
-            self._expected_free_bytes[count] = free_bytes  # another program has it: the next trial does not wait
+        elif not processes.interrupt_requested():  # if requested, the launcher below ends and records the trial
+            self._expected_free_bytes[count] = free_bytes  # another program holds some: the next trial does not wait
             less = format_bytes(expected - free_bytes)
-            caveats.append(f"{less} less of the card was free than when an earlier trial began")
+            caveats.append(f"{less} less GPU memory was free than when an earlier trial began")
         first, last = trial.workload.warmup_steps, trial.workload.warmup_steps + trial.workload.num_steps
         samples: list[_Sample] = []
         middle_read = False
 
         def listen_and_sample(progress: Progress) -> None:
             nonlocal middle_read
-            # The middle is read too, as a short window may have no second sample.
+            # The middle is read too, because a short window may otherwise have no second sample.
             is_middle = progress.step >= (first + last) // 2 and not middle_read
             # A host that is silent would hold this process up for seconds each time.
             is_due = not samples or (samples[-1][1] and time.monotonic() - samples[-1][0] >= _SAMPLE_SECONDS)
@@ -123,7 +123,7 @@ class GpuMonitoringLauncher:
         return replace(record, caveats=found, gpu_free_start_bytes=free_bytes, gpu_windows=windows)
 
     def _wait_for(self, read: Callable[[], int | None], enough_bytes: int) -> int | None:
-        """Read free memory until it is enough, for at most ``wait_seconds`` or until the user interrupts."""
+        """Read free memory until there is enough, for at most ``wait_seconds`` or until the user interrupts."""
         deadline = time.monotonic() + self._wait_seconds
         while True:
             free_bytes = read()

@@ -2,8 +2,8 @@
 
 :mod:`.host_connections` starts it as ``python -m ds_bench.launch.host_agent``. It reads requests from standard input,
 one JSON object per line, such as ``{"id": 1, "request": "environment", …}``, and answers each with
-``{"id": 1, "result": …}`` or ``{"id": 1, "error": "…"}``. When its input ends, or nothing has come for 15 s, it ends
-every process that belongs to the run on this host, removes what it has created, and ends itself.
+``{"id": 1, "result": …}`` or ``{"id": 1, "error": "…"}``. When its input ends, or nothing has arrived for 15 s, it ends
+every process that belongs to the run on this host, removes what it has created, and exits.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from .trial_watcher import STACKS_SECONDS, request_stacks
 _SEND_SECONDS = 0.5
 """Interval at which the files of a running trial are checked for changes."""
 _CHECK_SECONDS = 100.0
-"""Limit on the checks of this host, which take less than a second on a healthy machine."""
+"""Time limit for the checks of this host, which take less than a second on a healthy machine."""
 _CLEAN_UP_SECONDS = 30.0
 """Time for the main thread to end processes and remove files."""
 _REPLACED = re.compile(r"rank\d+(\.measured)?\.json|rank\d+\.beat|rank\d+\.steps")
@@ -163,7 +163,7 @@ class HostTrial:
             self.send_changes()
 
     def send_changes(self, max_parts: int = 4) -> None:
-        """Send what has changed of the files that the run watches; at most ``max_parts`` parts of a growing file."""
+        """Send the changes to the files that the run watches; at most ``max_parts`` parts of a growing file."""
         for path in sorted(self._folder.iterdir()) if self._folder is not None else ():
             with contextlib.suppress(OSError):  # it is being replaced
                 if _REPLACED.fullmatch(path.name):
@@ -264,7 +264,7 @@ def find_trial_processes(scratch_id: str) -> set[int]:
 
 
 class HostAgent:
-    """Answers the requests of a run, one after the other; sends the files of a trial while it runs."""
+    """Answers the requests of a run, one after another; sends the files of a trial while it runs."""
 
     def __init__(self, reader: int, writer: int) -> None:
         self._requests: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -281,7 +281,7 @@ class HostAgent:
         processes.adopt_orphans()
         self._stream.start()
         # The address that ssh has connected to (sshd(8): the client's address and port, then the server's). No other
-        # host reaches a loopback address.
+        # host can reach a loopback address.
         words = os.environ.get("SSH_CONNECTION", "").split()
         address = words[2] if len(words) == 4 and not words[2].startswith(("127.", "::1")) else None
         self._stream.send({"agent": code_digest(), "hostname": socket.gethostname(), "address": address})
@@ -302,7 +302,7 @@ class HostAgent:
             self._locks.close()
 
     def _answer(self, message: Message) -> None:
-        """Do what a request asks for with its values, and send the result."""
+        """Carry out a request with its values, and send the result."""
         values = dict(message)
         request_id = values.pop("id", None)
 
@@ -358,9 +358,9 @@ class HostAgent:
         return self._trial
 
     def _listen(self, address: str, port: int) -> int:
-        """Listen at an address and port of this host, 0 for a free one, until asked to stop. Return the port.
+        """Listen on an address and port of this host (0: any free port) until asked to stop. Return the port.
 
-        Nothing is accepted: the kernel completes the connections by itself, one for each other host.
+        Nothing is accepted: the kernel completes the connections on its own, one for each other host.
         """
         self._stop_listening()
         family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
@@ -403,7 +403,7 @@ class HostAgent:
         self._trial.begin(folder, requested, config, own)
 
     def _end(self, trial: str, grace_seconds: float) -> HostEnd:
-        """End the trial of this id, which an earlier agent of this host may have begun."""
+        """End the trial with this id, which an earlier agent on this host may have begun."""
         own = self._trial
         end = (own if own is not None and own.scratch_id == trial else HostTrial(trial)).end(grace_seconds)
         self._trial = None
@@ -412,7 +412,7 @@ class HostAgent:
 
 def end_main_thread(_reason: str) -> None:
     """Make the main thread end the process. If that hangs, end it here."""
-    # Python runs handlers only in the main thread, and a signal to that thread ends a system call that blocks it.
+    # Python runs handlers only in the main thread, and a signal to that thread interrupts a system call that blocks it.
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
     time.sleep(_CLEAN_UP_SECONDS)
     # Not sys.exit, which would only end this thread.
@@ -452,7 +452,7 @@ def _interface_variables(master: str, environ: Mapping[str, str]) -> dict[str, s
 
 
 def chosen_devices(placement: Placement, environ: Mapping[str, str]) -> dict[str, str]:
-    """The GPUs that Slurm or a launcher chose for this host's processes; DeepSpeed would take the first ones."""
+    """The GPUs that Slurm or a launcher chose for this host's processes; DeepSpeed would use the first ones."""
     if placement.hostfile is not None or placement.accelerator != "cuda":
         return {}
     return {name: value for name, value in environ.items() if name == "CUDA_VISIBLE_DEVICES"}

@@ -38,7 +38,7 @@ SSH_OPTIONS = (
     "-o", "ServerAliveCountMax=3",
     "-o", "ControlMaster=no",
 )  # fmt: skip
-"""Never prompts, notices a lost host, leaves no process behind. Host keys are checked as the user configured ssh."""
+"""Never prompts, notices a lost host, leaves no process behind. Host keys are checked as configured for ssh."""
 _HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:-]*")
 _CONNECT_SECONDS = 60.0
 """Time for ssh to log in and Python to start there, even from a slow disk."""
@@ -89,7 +89,7 @@ def command_on_host(template: str, host: str, words: Sequence[str]) -> list[str]
 
 
 class HostConnection:
-    """The connection to one host's agent, which is lost when its output ends or after 15 s without a message."""
+    """The connection to one host's agent; it is lost when the agent's output ends or after 15 s without a message."""
 
     def __init__(self, name: str, command: Sequence[str] = (), *, connected: socket.socket | None = None) -> None:
         """``command`` starts the agent; ``connected`` is a connection to one that is already running."""
@@ -101,7 +101,7 @@ class HostConnection:
         self.problem: str | None = "not connected"
         """Why the host cannot be used; None while it answers."""
         self.listen: Callable[[Message], None] = lambda _message: None
-        """Called in the connection's thread with each message that answers no request."""
+        """Called in the connection's thread with each message that does not answer a request."""
         self._process: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] | None = None
         self._stream: MessageStream | None = None
@@ -148,22 +148,22 @@ class HostConnection:
     def request(self, what: str, *, kind: Any = Any, **values: Any) -> Any:
         """Return the agent's answer to a request. Raises HostError.
 
-        ``kind``: type of the answer. A host that answers with another type is lost.
+        ``kind``: type of the answer. A host whose answer has a different type is lost.
         """
         return self.result_of(self.send_request(what, kind=kind, **values), _REQUEST_SECONDS)
 
     def send_request(self, what: str, say: Say = lambda _text: None, kind: Any = Any, **values: Any) -> Future[Any]:
-        """Send a request without waiting. The Future has what :meth:`request` returns or raises.
+        """Send a request without waiting. The Future returns or raises what :meth:`request` does.
 
         ``say``: called with each of the agent's progress messages.
         """
         future: Future[Any] = Future()
         number = next(self._ids)
-        # Before the request is sent, because the answer may arrive at once, in another thread.
+        # Before the request is sent, because the answer may arrive immediately, in another thread.
         self._replies[number] = future, say, kind
         if self._stream is not None:
             self._stream.send({"id": number, "request": what, **values})
-        if self.problem is not None:  # also if it was lost before it could answer
+        if self.problem is not None:  # even if it was lost before it could answer
             self._fail(future)
         return future
 
@@ -180,13 +180,13 @@ class HostConnection:
             raise HostLostError(self.name, f"took longer than {timeout_seconds:.0f} s to answer") from None
 
     def result_while_active(self, future: Future[Any], quiet_seconds: float, began: float) -> Any:
-        """Wait for the answer to a request while the agent sends more than pings. Raises HostError.
+        """Wait for the answer to a request for as long as the agent sends more than pings. Raises HostError.
 
-        After ``quiet_seconds`` of nothing but pings the host is lost: pings continue even if a file system hangs the
+        After ``quiet_seconds`` of nothing but pings the host is lost: pings continue even if a file system blocks the
         agent. ``began``: time of the request by the monotonic clock.
         """
         while True:
-            # Computed again each time, because the connection's thread updates it.
+            # Computed again each time, because the connection's thread updates ``_heard``.
             left = max(began, self._heard) + quiet_seconds - time.monotonic()
             with contextlib.suppress(FutureTimeoutError):
                 return future.result(max(0.0, left))
@@ -212,7 +212,7 @@ class HostConnection:
             if "error" in message:
                 future.set_exception(HostError(self.name, str(message["error"])))
             else:
-                # A value of another type raises, which ends the stream and so the wait for this answer.
+                # A value of a different type raises, which ends the stream and thus the wait for this answer.
                 future.set_result(json_files.build(kind, message.get("result")))
             del self._replies[message["id"]]
         else:
@@ -247,7 +247,7 @@ class HostConnection:
         self.close_input()
         if self._process is not None:
             try:
-                # A lost agent ends by itself after 15 s without a message; this waits only for ssh or srun.
+                # A lost agent ends on its own after 15 s without a message; this waits only for ssh or srun.
                 self._process.wait(0.1 if self._is_lost else _CLOSE_SECONDS)
             except subprocess.TimeoutExpired:
                 self._process.kill()
@@ -257,7 +257,7 @@ class HostConnection:
 
 
 class Hosts:
-    """The connections of a run, in the order of the hosts; a context that ends the agents."""
+    """The connections of a run, in the order of the hosts; a context manager that ends the agents on exit."""
 
     def __init__(
         self,
@@ -277,7 +277,7 @@ class Hosts:
             for name in names
         ]
         self.unproven: list[tuple[str, str]] = []
-        """Pairs of a host and a trial; the host was lost before it proved that the trial left no process there."""
+        """Pairs of host and trial: the host was lost before it proved that the trial had left no process there."""
         self._gave_up = False
         """Whether the last trial could not begin because a host was lost."""
         self._locked: tuple[Placement, Say] | None = None
@@ -299,7 +299,7 @@ class Hosts:
             connection.close()
 
     def connect(self) -> list[HostError]:
-        """Connect to all hosts at once. Return one error for each host that cannot be used."""
+        """Connect to all hosts in parallel. Return one error for each host that cannot be used."""
         for connection in self.connections:
             connection.start()
         problems = []
@@ -340,7 +340,7 @@ class Hosts:
             for name, trial in [each for each in self.unproven if each[0] == connection.name]:
                 end = connection.request("end", kind=HostEnd, trial=trial, grace_seconds=0.0)
                 if end.left:
-                    # They would disturb what the next trial measures.
+                    # They would distort the next trial's measurements.
                     raise HostError(name, f"processes {[*end.left]} of an earlier trial could not be ended")
                 self.unproven.remove((name, trial))
         self._gave_up = False
@@ -375,7 +375,7 @@ class Hosts:
     def master_of(self, placement: Placement) -> tuple[str, int]:
         """Return the address and port on the first host where the ranks of the next trial meet. Raises HostError.
 
-        The first host reaches the second from this address; its name may resolve to another one.
+        The first host reaches the second from this address; its name may resolve to a different one.
         """
         first, *others = self.connections
         address = placement.master_addr
@@ -399,9 +399,9 @@ class Hosts:
         kind: Any = Any,
         **values: Any,
     ) -> dict[str, Any]:
-        """Send a request to all hosts at once, and return host → answer. Raises HostError for the first that fails.
+        """Send a request to all hosts in parallel, and return host → answer. Raises HostError for the first that fails.
 
-        ``each``: further values for each host, in order. See ``HostConnection.request`` for the others.
+        ``each``: further values for each host, in order. See ``HostConnection.request`` for the other parameters.
         """
 
         def tell(connection: HostConnection) -> Say:

@@ -27,7 +27,7 @@ def start_leader(
 ) -> subprocess.Popen[bytes]:
     """Cold launch, in the program that starts the trial: run a command in ``working_folder`` as the child of a leader.
 
-    ``environment``: all variables of both.
+    ``environment``: all variables of the leader and the command.
     """
     with (folder / LEADER_LOG).open("ab") as log:
         return subprocess.Popen(
@@ -43,7 +43,7 @@ def start_leader(
 
 def lead_forked_ranks(folder: Path, world_size: int) -> None:
     """Warm launch, in a process forked from the preloaded server: fork the ranks and wait. Never returns."""
-    warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of a fork while a BLAS thread is idle
+    warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns about a fork even if a BLAS thread is idle
     # In a session of its own, so that the run finds all ranks (processes.end_tree).
     os.setsid()
     _become_leader(folder)
@@ -53,7 +53,7 @@ def lead_forked_ranks(folder: Path, world_size: int) -> None:
         if pid == 0:
             code = 1
             try:
-                # A fork inherits handlers: SIGTERM must end a rank, and not make it act as the leader.
+                # A fork inherits handlers: SIGTERM must end a rank, not make it act as the leader.
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
                 # Again in each rank: a fork does not inherit it (prctl(2), PR_SET_PDEATHSIG).
@@ -90,11 +90,11 @@ def _become_leader(folder: Path) -> None:
     except OSError:  # the folder was removed, or its disk is full: the parent finds out, and says so
         os._exit(1)
     processes.adopt_orphans()
-    # Before the handler, which compares with it; and that is set before die_with_parent asks for the signal.
+    # Before the handler, which compares against it; the handler is set before die_with_parent requests the signal.
     parent = os.getppid()
 
     def on_terminate(_number: int, _frame: object) -> None:
-        # The parent ends a trial by a signal to the group and cleans up. Once it is dead, the leader must do so.
+        # The parent ends a trial by signalling its processes, and cleans up. Once it is dead, the leader must do both.
         if os.getppid() != parent:
             try:
                 processes.end_led(os.getpid())

@@ -1,4 +1,4 @@
-"""JSON messages, one per line, in both directions between a run and its agent on another host.
+"""JSON messages, one per line, in both directions between a run and the agent on a host.
 
 A thread reads and writes, so that each side always knows whether the other still answers. Neither side blocks on the
 other: what the network does not accept yet is queued.
@@ -52,8 +52,10 @@ class MessageStream:
         receive: Callable[[Message], None],
         ended: Callable[[str], None],
     ) -> None:
-        """``receive`` and ``ended`` are called in the stream's thread: with each message, and at the end with the
-        reason. The caller closes the descriptors."""
+        """``receive`` is called with each message, ``ended`` at the end with the reason, both in the stream's thread.
+
+        The caller closes the descriptors.
+        """
         self._reader, self._writer = reader, writer
         self._receive, self._ended = receive, ended
         self.silence_seconds = SILENCE_SECONDS
@@ -82,7 +84,7 @@ class MessageStream:
             self._wake()
 
     def wait_for_room(self) -> None:
-        """Wait while much is queued, so that large files do not fill memory. Returns at the end of the stream."""
+        """Wait while too much is queued, so that large files do not fill memory. Returns at the end of the stream."""
         while len(self._outgoing) > _MAX_QUEUED_BYTES and not self.closed:
             time.sleep(0.01)
 
@@ -95,7 +97,7 @@ class MessageStream:
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):
-            # A full pipe wakes the thread as well; with a closed one there is no thread to wake.
+            # A full pipe wakes the thread as well; once it is closed, there is no thread to wake.
             os.write(self._wake_writer, b"\0")
 
     def _run(self) -> None:

@@ -1,7 +1,7 @@
 """Builds DeepSpeed's compiled ops before the first trial, in our own cache.
 
-DeepSpeed compiles an op on first use, which takes minutes and would be part of the measurement. So the ops that a plan
-needs are built here, with a timeout, by one process at a time.
+DeepSpeed compiles an op on first use, which takes minutes and would be part of the measurement. The ops that a plan
+needs are therefore built here, with a timeout, by one process at a time.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ DEEPCOMPILE, QUANTIZER = "DeepCompileBuilder", "QuantizerBuilder"
 _OPTIMIZER_OPS = {"adam": CPU_ADAM, "adamw": CPU_ADAM, "adagrad": "CPUAdagradBuilder", "lion": "CPULionBuilder"}
 _FUSED_OPTIMIZER_OPS = {"adam": FUSED_ADAM, "adamw": FUSED_ADAM, "lion": "FusedLionBuilder"}
 NO_TOOLKIT = "there is no CUDA toolkit: CUDA_HOME is not set, and no nvcc is found"
-NO_LIBAIO = "libaio's header or library is not found"
+NO_LIBAIO = "libaio's header or library was not found"
 _REMEDIES = {
     r"libaio|-laio\b": "install libaio's headers: apt-get install libaio-dev, or dnf install libaio-devel",
-    r"CUDA toolkit|CUDA_HOME|\bnvcc\b|-lcuda(?:rt)?\b": "install the CUDA toolkit of torch's CUDA version and set "
-    "CUDA_HOME",
+    r"CUDA toolkit|CUDA_HOME|\bnvcc\b|-lcuda(?:rt)?\b": "install the CUDA toolkit that matches torch's CUDA "
+    "version and set CUDA_HOME",
     r"[Nn]inja|[cg]\+\+": "install a C++ compiler and ninja: apt-get install g++, pip install ninja",
 }
 """Pattern in the reason that an op is missing → remedy. The first match counts."""
@@ -177,7 +177,7 @@ def prepare_ops(
                 if is_built(name, folder):  # perhaps by the run that was waited for
                     continue
                 op = name.removesuffix("Builder")
-                say(f"building DeepSpeed's {op} op (once, minutes on few cores) …")
+                say(f"building DeepSpeed's {op} op (once; takes minutes on few cores) …")
 
                 def on_progress(seconds: float, op: str = op) -> None:
                     show_elapsed(f"building {op} … {format_duration(seconds)}")

@@ -2,7 +2,7 @@
 
 Success means that every rank's file is present, complete and valid. For any other ending the cause is chosen by its
 class, then by its time, never by the number of the rank: ranks that outlive a dead one fail in a collective, and their
-exceptions must not hide its end. The rank itself classifies an exception (``worker/failure.py``).
+exceptions must not hide how it ended. The rank itself classifies an exception (``worker/failure.py``).
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ class Evidence:
     """None if the user interrupted the trial."""
     limits: Limits
     host_ran_out: bool = False
-    """Whether the kernel's count of processes killed for memory rose while the trial ran."""
+    """Whether the kernel's count of OOM kills rose while the trial ran."""
     disk_full: bool = False
     """Whether the file system of the swap folder had no room left when the trial ended."""
     host_error: HostError | None = None
-    """Set if a host failed to start, answer or end the trial."""
+    """Set if a host failed to answer, or to start or end the trial."""
     script_steps: int | None = None
-    """Warm-up and measured steps of a user's script; None for another workload."""
+    """Warm-up and measured steps of a user's script; None for any other workload."""
     server_died: bool = False
     """Whether the preloaded server was gone when the trial ended. Ranks die with it."""
 
@@ -89,12 +89,12 @@ def determine_outcome(evidence: Evidence) -> TrialOutcome:
             for failure in [each for each in failures if each.kind != "peer_lost"][:1]:
                 message = " ".join(failure.message.split())[:_MAX_CAVEAT_LENGTH]
                 cause = f" ({failure.error_class} on rank {failure.rank}: {message})"
-            what = "what follows the measured window (ledger, phases, profiles, checkpoint)"
+            what = "the inspection after the measured window (ledger, phases, profiles, checkpoint)"
             caveats = (f"{what} failed{cause}; the measured steps had finished",)
             return TrialOutcome(outcome=success, measurements=measurements, failures=failures, caveats=caveats)
     outcome = (
-        # The first that applies, because each may cause those below it: a rank's own report about memory says most; a
-        # lost host, a dead server or a full disk makes ranks die by signals or raise; a missing file says least.
+        # The first that applies, because each may cause those below it: a rank's own report about memory says the most;
+        # a lost host, a dead server or a full disk makes ranks die by signals or raise; a missing file says the least.
         _oom_outcome(failures, evidence)
         or _outside_outcome(evidence)
         or _collective_timeout_outcome(failures, evidence)
@@ -125,9 +125,9 @@ def _read_rank_files(
                 failures.append(json_files.build(RankFailure, data["failure"]))
                 continue
             seen = json_files.build(RankMeasurement, data["measurement"])
-            # A file of another rank, or of another number of ranks, does not belong to this trial.
+            # A file of a different rank, or of a different number of ranks, does not belong to this trial.
             if seen.rank != rank or seen.world_size != evidence.world_size:
-                raise ValueError(f"is of rank {seen.rank} of {seen.world_size}")
+                raise ValueError(f"it is from rank {seen.rank} of {seen.world_size}")
             measurements.append(seen)
         except _INVALID_FILE_ERRORS as error:
             reason = error.strerror if isinstance(error, OSError) else error
@@ -163,16 +163,16 @@ def _read_phase(evidence: Evidence, rank: int) -> str | None:
 
 
 def _oom_outcome(failures: tuple[RankFailure, ...], evidence: Evidence) -> Outcome | None:
-    """Return the first report of a rank that memory or disk ran out."""
+    """Return the outcome from the first rank that reported running out of memory or disk space."""
     for failure in failures:
         if failure.kind in _STATUS_BY_KIND:
-            asked = f", asked {format_bytes(failure.requested_bytes)}" if failure.requested_bytes else ""
+            requested = f", requested {format_bytes(failure.requested_bytes)}" if failure.requested_bytes else ""
             free = f", free {format_bytes(failure.free_bytes)}" if failure.free_bytes is not None else ""
             return _fail(
                 evidence,
                 _STATUS_BY_KIND[failure.kind],
                 failure.rank,
-                f"{failure.error_class} in {failure.phase}{asked}{free}: {failure.message}",
+                f"{failure.error_class} in {failure.phase}{requested}{free}: {failure.message}",
                 phase=failure.phase,
                 requested_bytes=failure.requested_bytes,
                 free_bytes=failure.free_bytes,
@@ -182,18 +182,18 @@ def _oom_outcome(failures: tuple[RankFailure, ...], evidence: Evidence) -> Outco
 
 
 def _outside_outcome(evidence: Evidence) -> Outcome | None:
-    """Return an ending from outside the ranks, which also explains how they ended."""
+    """Return the outcome of an ending with a cause outside the ranks, which also explains how they ended."""
     if evidence.ending is None:
         return _fail(evidence, schema.INTERRUPTED, None, "interrupted while it ran", phase=_read_phase(evidence, 0))
     if evidence.host_error is not None:
-        # Ranks of other hosts wait for the lost ones.
+        # Ranks on other hosts wait for the lost ones.
         status = schema.TIMEOUT if isinstance(evidence.host_error, HostLostError) else schema.CRASHED
         return _fail(evidence, status, None, f"host {evidence.host_error}")
     if evidence.server_died:
         status = schema.OOM_HOST if evidence.host_ran_out else schema.KILLED
         text = "the preloaded server, the parent of the ranks, was killed from outside while the trial ran"
         if evidence.host_ran_out:
-            text = "the kernel killed the preloaded server or a rank for memory (its oom_kill count rose)"
+            text = "the kernel killed the preloaded server or a rank because memory ran out (its oom_kill count rose)"
         return _fail(evidence, status, None, text, phase=_read_phase(evidence, 0))
     if evidence.disk_full:
         # DeepSpeed's I/O library then aborts the rank with an assertion that does not name the cause.
@@ -220,7 +220,7 @@ def _collective_timeout_outcome(failures: tuple[RankFailure, ...], evidence: Evi
         ranks_in.setdefault((int(match[1]), match[2]), []).append(rank)
     last, _ = max(ranks_in)
     late = [rank for rank in texts if rank not in found or int(found[rank][1]) < last]
-    # Only within one number: ranks at different numbers are early or late.
+    # Different collectives count only at the same number: ranks at different numbers are early or late.
     differ = len({number for number, _ in ranks_in}) < len(ranks_in)
     head = "ranks ran different collectives" if differ else f"late: {_name_ranks(late)}" if late else "no rank was late"
     waits = [f"{_name_ranks(ranks)} in {what} (SeqNum {number})" for (number, what), ranks in ranks_in.items()]
@@ -234,15 +234,15 @@ def _name_ranks(ranks: list[int]) -> str:
 
 
 def _signal_outcome(failures: tuple[RankFailure, ...], evidence: Evidence) -> Outcome | None:
-    """Return the first end by a signal, unless we sent the signal or an exception came before it."""
+    """Return the outcome of the first exit by a signal, unless we sent the signal or an exception came before it."""
     if evidence.ending in ("timeout", "stalled"):
         return None
     exits = _read_exits_without_file(evidence)
-    # We send signals only after the grace that the other ranks have to report, counted from the first sign of failure.
+    # We send signals only after the other ranks' time to report, which starts with the first sign of failure.
     first_sign = min([failure.time for failure in failures] + [entry.time for entry in exits], default=0.0)
     first_of_ours = first_sign + evidence.limits.failure_grace_seconds
     first_exception = min((failure.time for failure in failures if failure.kind != "peer_lost"), default=first_of_ours)
-    # A launcher passes a rank's signal on a while later, so another rank's exception may come in between.
+    # A launcher passes on a rank's signal some time later, so another rank's exception may come in between.
     by_signal = [
         entry
         for entry in exits
@@ -257,7 +257,7 @@ def _signal_outcome(failures: tuple[RankFailure, ...], evidence: Evidence) -> Ou
     if number in _CRASH_SIGNALS:
         status, text = schema.CRASHED, f"ended by {_name_signal(number)}"
     elif number == signal.SIGKILL and evidence.host_ran_out:
-        status, text = schema.OOM_HOST, "the kernel killed it for memory (its oom_kill count rose)"
+        status, text = schema.OOM_HOST, "the kernel killed it because memory ran out (its oom_kill count rose)"
     elif number == signal.SIGKILL:
         text += ", with no sign that memory ran out"
     return _fail(evidence, status, first.rank, text, kind="bus_error" if number == signal.SIGBUS else None)
@@ -304,7 +304,7 @@ def _timeout_outcome(evidence: Evidence) -> Outcome | None:
         # A rank without a heartbeat is behind those before their first step (-1).
         return (beat.step, PHASES.index(beat.phase), beat.time) if beat is not None else (-2, 0, 0.0)
 
-    # The rank that made least progress, then the one silent longest: the others wait for it.
+    # The rank that made the least progress, then the one silent the longest: the others wait for it.
     rank = min(_missing_ranks(evidence), key=progress, default=None)
     return _fail(evidence, schema.TIMEOUT, rank, f"{text}; stacks of every rank in {evidence.folder}/rank*.stacks")
 
@@ -314,7 +314,7 @@ def _exception_outcome(
 ) -> Outcome | None:
     """Return the first exception. One about a lost peer counts only if nothing shows what happened to the peer."""
     causes = [failure for failure in failures if failure.kind != "peer_lost"]
-    # A launcher never has a file, so its end points to a lost peer only if a rank's file is missing.
+    # A launcher never has a file, so its exit points to a lost peer only if a rank's file is missing.
     is_missing = bool(_missing_ranks(evidence))
     ended_silently = any(entry.rank is not None or is_missing for entry in _read_exits_without_file(evidence))
     if not causes and (ended_silently or problems):

@@ -19,13 +19,13 @@ from . import ops
 _WAIT_VARIABLES = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}
 """How threads wait, in OpenMP 5, GNU's runtime (in torch's wheels), and Intel's and LLVM's. All read the first."""
 _FORWARDED = ("NCCL_", "TORCH_NCCL_", "GLOO_", "TP_", "UCX_", "FI_", "HF_", "OMP_", "GOMP_", "KMP_", "MKL_")
-"""Prefixes of the variables forwarded to every host: of networks, the Hugging Face libraries and threads."""
+"""Prefixes of the variables forwarded to every host: for networks, the Hugging Face libraries and threads."""
 
 DERIVED_FROM_USER = {
     "PATH", "PYTHONPATH", "PYTHONSAFEPATH", "CUDA_VISIBLE_DEVICES", "LIBRARY_PATH", "CPATH", "TORCH_EXTENSIONS_DIR",
     "DS_ACCELERATOR",
 }  # fmt: skip
-"""Variables that :func:`rank_environment` makes from the user's, whose value by itself would lack what runs need."""
+"""Variables that :func:`rank_environment` makes from the user's, whose values alone would lack what runs need."""
 
 
 def ops_of(placement: Placement, configurations: Sequence[Configuration]) -> list[str]:
@@ -71,7 +71,7 @@ def rank_environment(
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         # torch.cuda.is_available() would otherwise start CUDA, which processes forked later could not use.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-        # The library's threads do not survive a fork, and it warns where they were in use.
+        # The library's threads do not survive a fork, and it warns if they were in use.
         "TOKENIZERS_PARALLELISM": "false",
     }
     try:
@@ -85,9 +85,9 @@ def rank_environment(
     # Ops for the CPU do not depend on the architectures, and share one folder.
     cuda_only = architectures if placement.accelerator == "cuda" else None
     variables["TORCH_EXTENSIONS_DIR"] = str(ops.cache_folder(placement.accelerator, cuda_only, interpreter))
-    if not placement.hosts:  # nothing listens to the outside
+    if not placement.hosts:  # no other host connects
         variables |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
-    if interpreter is not None:  # a script's ranks are forked from nothing
+    if interpreter is not None:  # a script's ranks are not forked
         del variables["TOKENIZERS_PARALLELISM"]
     variables |= thread_variables(placement, environ, root)
     if placement.accelerator == "cpu" and not _WAIT_VARIABLES & environ.keys():
@@ -108,12 +108,12 @@ def thread_variables(
     """The variable for the number of threads of each rank; empty if the user has set it."""
     if "OMP_NUM_THREADS" in environ:
         return {}
-    # Without the variable each rank would take as many threads as the machine has cores.
+    # Without the variable each rank would use as many threads as the machine has cores.
     return {"OMP_NUM_THREADS": str(max(1, int(host_resources.usable_cores(root) / placement.ranks_per_node)))}
 
 
 def forwarded_variables(environ: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
-    """The user's variables for the ranks of every host: those in ``names``, and by prefix those without credentials."""
+    """The user's variables for the ranks: those in ``names``, and those with a forwarded prefix but no credentials."""
     return {
         name: value
         for name, value in environ.items()

@@ -37,7 +37,7 @@ class RemoteEnd:
     """The first host that did not answer; None if all did."""
     caveats: tuple[str, ...] = ()
     oom_killed: bool = False
-    """Whether the kernel killed a process for memory on one of the hosts."""
+    """Whether the kernel killed a process on one of the hosts because memory ran out."""
     disk_full: bool = False
     """Whether the disk of the swap folder was full on one of them."""
 
@@ -98,7 +98,7 @@ class RemoteTrial:
         return any(each.problem is not None for each in self._hosts.connections)
 
     def read_activity(self) -> Activity | None:
-        """Sum over the trial's processes on every host; None if one did not answer."""
+        """Sum over the trial's processes on every host; None if a host did not answer."""
         try:
             answers = self._hosts.request_all("activity", timeout_seconds=_ACTIVITY_SECONDS, kind=Activity).values()
         except HostError:
@@ -119,7 +119,7 @@ class RemoteTrial:
         ``quiet_seconds``: a host that sends no file for this long, in addition to the time that ending takes, is lost.
         """
         values: dict[str, Any] = {"trial": self._scratch_id, "grace_seconds": grace_seconds}
-        # All at a time, as each may take the whole grace.
+        # All in parallel, because each may take the whole grace period.
         futures = [(each, each.send_request("end", kind=HostEnd, **values)) for each in self._begun]
         answers: list[HostEnd] = []
         caveats: list[str] = []
@@ -127,14 +127,14 @@ class RemoteTrial:
         began, quiet_seconds = time.monotonic(), quiet_seconds + grace_seconds + KILL_SECONDS
         for connection, future in futures:
             try:
-                answers.append(connection.result_while_active(future, quiet_seconds, began))  # large profiles take long
+                answers.append(connection.result_while_active(future, quiet_seconds, began))  # large profiles are slow
                 if left := answers[-1].left:
-                    caveats.append(f"processes {[*left]} of host {connection.name} could not be ended")
+                    caveats.append(f"processes {[*left]} on host {connection.name} could not be ended")
             except HostError as error:
                 lost = lost or (error if isinstance(error, HostLostError) else None)
                 self._hosts.unproven.append((connection.name, self._scratch_id))
-                caveats.append(f"it is not proven that no process is left on a host: {error}")
-            # What a host still sends, after it was lost for instance, belongs to no trial any more.
+                caveats.append(f"a process may be left on a host: {error}")
+            # Anything that a host still sends, for instance after it was lost, no longer belongs to a trial.
             connection.listen = lambda _message: None
         caveats += [receiver.problem for receiver in self._receivers if receiver.problem is not None]
         return RemoteEnd(
@@ -149,32 +149,32 @@ class FileReceiver:
     """Writes the files of one host's ranks into the trial's folder here."""
 
     def __init__(self, folder: Path, number: int, ranks: range) -> None:
-        """``number``: of the host; ``ranks``: those on it. It can send files of these ranks only."""
+        """``number``: of the host. ``ranks``: those on it; files of other ranks are refused."""
         self._folder, self._number, self.ranks = folder, number, frozenset(ranks)
         self.clock_ahead_seconds = 0.0
         """By how much the host's clock is ahead of this one's."""
         self._stopped = False
-        """Whether a file could not be written, as the next could not either."""
+        """Whether a file could not be written; the next could not be either."""
         self.problem: str | None = None
         """Why files are missing; None if they are all there."""
         self.ended = False
         """Whether the leader of the host's ranks has ended."""
 
     def receive(self, message: Message) -> None:
-        """Handle one message of the host's agent. A full disk ends the writing, not the trial."""
+        """Handle one message from the host's agent. A full disk ends the writing, not the trial."""
         if "leader_ended" in message:
             self.ended = True
         if "file" not in message or self._stopped:
             return
         name = str(message["file"])
         rank = _RANK_FILE.match(name)
-        # No file of the run's own, and none of a rank of another host.
+        # None of the run's own files, and none of a rank on another host.
         if (
             not _FILE_NAME.fullmatch(name)
             or name in (TRIAL_FILE, CONFIG_FILE)
             or (rank and int(rank[1]) not in self.ranks)
         ):
-            self.problem = self.problem or f"a file of another host has the name {name[:80]!r} and was left out"
+            self.problem = self.problem or f"a file from another host was left out because of its name {name[:80]!r}"
             return
         try:
             data, start = base64.b64decode(message["data"]), int(message["start"])
@@ -196,4 +196,4 @@ class FileReceiver:
                 target.replace(path)
         except OSError as error:
             self._stopped = True
-            self.problem = f"files of another host could not be written: {error.strerror or error}"
+            self.problem = f"files from another host could not be written: {error.strerror or error}"

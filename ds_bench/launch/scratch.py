@@ -1,7 +1,7 @@
-"""Names and removes what a run creates for a time: swap files, checkpoints, shared memory, temporary files.
+"""Names and removes what a run creates temporarily: swap files, checkpoints, shared memory, temporary files.
 
-A killed run removes nothing. So every name holds its owner: host, process id and start time. The next run of the same
-user on the same host removes what belongs to ended processes.
+A killed run removes nothing. Every name therefore holds its owner: host, process id and start time. The next run by the
+same user on the same host removes what belongs to ended processes.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ _SHARED_MEMORY = Path("/dev/shm")
 _CODE_CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 """Variables that name the folders from which torch and Triton load compiled code."""
 _LOAD_SECONDS = 60.0
-"""Upper bound on loading a built op, which holds its lock too."""
+"""Upper bound on the time to load a built op, which holds its lock too."""
 
 
 @cache
 def _host() -> str:
-    # Containers may share the folders and the host's name, and each has a process 1: their process namespaces differ.
+    # Containers may share the folders and the host's name, and each has a process 1. Their process namespaces differ.
     with contextlib.suppress(OSError):
         return hashlib.sha256(f"{socket.gethostname()} {Path('/proc/self/ns/pid').readlink()}".encode()).hexdigest()[:8]
     return socket.gethostname()
 
 
 def owner() -> str:
-    """Return the text that stands for this process in names of files."""
+    """Return the text that identifies this process in file names."""
     return f"{_host()}.{os.getpid()}-{start_ticks(os.getpid())}"
 
 
 def remove_abandoned(*folders: Path) -> list[Path]:
-    """Remove and return what ended processes of this user on this host left.
+    """Remove and return what this user's ended processes on this host left behind.
 
     ``folders``: searched in addition to shared memory and the temporary folder.
     """
@@ -87,9 +87,9 @@ def _remove_own(path: Path) -> bool:
 
 @cache
 def temporary_folder() -> str:
-    """Return the folder of this process for temporary files, which is removed when the process ends."""
+    """Return this process's folder for temporary files, which is removed when the process ends."""
     folder = tempfile.mkdtemp(prefix=f"ds_bench_tmp.{owner()}.")
-    # Its sockets too (multiprocessing/util.py, get_temp_dir).
+    # The sockets of multiprocessing too (multiprocessing/util.py, get_temp_dir).
     multiprocessing.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
@@ -100,15 +100,15 @@ def temporary_folder_variables(environ: Mapping[str, str], ops_folder: str) -> t
 
     Killed compilers leave files, and so does a killed import of DeepSpeed, which compiles to find out which libraries
     exist (op_builder/builder.py, ``has_function``). Code that torch and Triton compile for later runs is next to
-    ``ops_folder`` or where ``environ`` says, but never where another user can write, who could run code here.
+    ``ops_folder`` or where ``environ`` says, but never where another user can write: that user could run code here.
     """
-    asked = {name: Path(environ[name]).resolve() for name in _CODE_CACHES if environ.get(name)}
+    named = {name: Path(environ[name]).resolve() for name in _CODE_CACHES if environ.get(name)}
     variables = {"TMPDIR": temporary_folder()}
-    variables |= {name: str(folder) for name, folder in asked.items() if make_private(folder)}
-    notes = [f"{name} is not used: another user can write to {asked[name]}" for name in asked.keys() - variables]
+    variables |= {name: str(folder) for name, folder in named.items() if make_private(folder)}
+    notes = [f"{name} is not used: another user can write to {named[name]}" for name in named.keys() - variables]
     ours = Path(ops_folder).parents[1] / f"compiled_{os.getuid()}"
     folder = ours if make_private(ours) else Path(variables["TMPDIR"])
-    for name in {"TORCHINDUCTOR_CACHE_DIR", *asked}:
+    for name in {"TORCHINDUCTOR_CACHE_DIR", *named}:
         variables.setdefault(name, str(folder / name.partition("_")[0].lower()))
     return variables, notes
 
@@ -116,7 +116,7 @@ def temporary_folder_variables(environ: Mapping[str, str], ops_folder: str) -> t
 def make_private(folder: Path) -> bool:
     """Create a folder if it does not exist. Return whether this user owns it and no other user can replace it.
 
-    The owner of a folder above it could, and so could everybody who may write there, unless it is sticky as /tmp is.
+    The owner of a parent folder could, and so could anyone who may write there, unless it is sticky as /tmp is.
     """
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -133,7 +133,7 @@ def make_private(folder: Path) -> bool:
 def new_scratch_id() -> str:
     """Return nine random digits that no other trial on this machine has.
 
-    Digits, because it is the MASTER_PORT of ranks that meet through a file (worker/rank.py).
+    Digits, because the id is the MASTER_PORT of ranks that meet through a file (worker/rank.py).
     """
     return str(secrets.randbelow(9 * 10**8) + 10**8)
 
@@ -144,7 +144,7 @@ def rendezvous_file(scratch_id: str) -> Path:
     Its name is also their MASTER_ADDR, so that the names of their shared memory hold the owner.
     """
     folders = (tempfile.gettempdir(), "/tmp", str(_SHARED_MEMORY))
-    # In a file:// address these signs end the path.
+    # In a file:// address these characters end the path.
     folder = next(folder for folder in folders if not set(folder) & set("?#"))
     return Path(folder) / f"ds_bench_meet.{owner()}.{scratch_id}"
 
@@ -159,7 +159,7 @@ def swap_folder(trial: Trial, scratch_id: str) -> str | None:
 def checkpoint_folder(trial: Trial, folder: Path, scratch_id: str) -> str | None:
     """Return the private folder for this trial's checkpoint, or for its script's output; None without either.
 
-    ``folder``: of the trial.
+    ``folder``: the trial's.
     """
     script = trial.workload.script
     if not trial.inspection.checkpoint and not (script is not None and script.uses("output_dir")):
@@ -180,7 +180,7 @@ def create_scratch(assignment: Assignment) -> None:
 
 
 def remove_scratch(assignment: Assignment) -> None:
-    """Remove what a trial has created on this host, if it exists, and the locks of ops that its ranks left."""
+    """Remove what a trial has created on this host, if it exists, and the op locks that its ranks left behind."""
     for folder in (assignment.swap_folder, assignment.checkpoint_folder):
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)

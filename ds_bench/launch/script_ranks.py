@@ -39,7 +39,7 @@ def script_words(trial: Trial, config: Path, output_folder: str | None) -> list[
 def script_variables(trial: Trial, folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of every rank: ``environ`` with the hook, but without the paths of this program.
 
-    The script must find its own packages: ours may have other versions.
+    The script must find its own packages: ours may be different versions.
     """
     script = trial.workload.script
     assert script is not None

@@ -1,8 +1,8 @@
-"""Runs one trial for both launchers: assigns, starts, watches and ends it, and determines its outcome. Cold launch.
+"""Cold launch, and what both launchers share: assigning, starting, watching and ending a trial, and its outcome.
 
-Cold launch starts every trial through the ``deepspeed`` launcher. Ranks start as they do for a user and import
-everything again in each trial. On one host they meet through a file. On several hosts the agents start them, and they
-meet at MASTER_ADDR; each agent sends its host's files here.
+Cold launch starts ranks through the ``deepspeed`` launcher, as a user would, and those of a user's script directly.
+They import everything again in each trial. On one host they meet through a file, or at a port if they run a script. On
+several hosts the agents start them, and they meet at MASTER_ADDR; each agent sends its host's files here.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def run_trial(
 ) -> TrialRecord:
     """Run one trial through ``start`` and record how it ended.
 
-    ``hosts``: several hosts for the ranks; without them ranks meet through a file. ``server_is_alive``: whether the
-    process that forks the ranks still runs; they die with it. A KeyboardInterrupt or
+    ``hosts``: several hosts for the ranks; without them ranks meet through a file, or at a port if they run a script.
+    ``server_is_alive``: whether the process that forks the ranks still runs; they die with it. A KeyboardInterrupt or
     HostError becomes a record; any other exception is raised again once the processes have been ended.
     """
     # Ranks outlive a killed launcher (DeepSpeed's launcher/launch.py). As adopted orphans they stay descendants of this
@@ -101,7 +101,7 @@ def run_trial(
         listen(progress)
 
     try:
-        # Before any rank starts, because ranks read the trial's files at once.
+        # Before any rank starts, because ranks read the trial's files immediately.
         if remote is None:
             create_scratch(assignment)
         assignment.save(folder, trial.ds_config)
@@ -172,8 +172,8 @@ def run_trial(
 def _make_assignment(
     trial: Trial, folder: Path, environment: Mapping[str, str], limits: Limits, *, on_this_host: bool
 ) -> Assignment:
-    """Make the ranks' assignment. Unless ``on_this_host``, hosts add private folders, and no file is a rendezvous."""
-    # A script's ranks meet at a port, as under torchrun. It names their shared memory too (scratch.remove_scratch).
+    """Make the ranks' assignment. Unless ``on_this_host``, hosts add private folders, and no rendezvous file exists."""
+    # A script's ranks meet at a port, as under torchrun. Their shared memory is named by it (scratch.remove_scratch).
     meets_at_port = on_this_host and trial.workload.script is not None
     scratch_id = str(free_port()) if meets_at_port else new_scratch_id()
     return Assignment(
@@ -201,7 +201,7 @@ _WORKER = "ds_bench.worker"
 class DeepSpeedLauncher:
     """Runs ``deepspeed … --module ds_bench.worker FOLDER``, or a script's ranks, as the child of a leader of ours.
 
-    ``hosts``: on several hosts, whose agents start the ranks.
+    ``hosts``: those of a multi-host run, whose agents start the ranks.
     """
 
     def __init__(
@@ -274,7 +274,7 @@ def launch_command(placement: Placement, folder: Path, devices: Sequence[int] | 
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--no_local_rank", "--master_port", str(free_port())]
     # An empty hostfile, because there may be one at the launcher's default path.
     command += ["--hostfile", os.devnull, "--master_addr", "127.0.0.1"]
-    # With --num_gpus the launcher ignores CUDA_VISIBLE_DEVICES and takes the first GPUs (launcher/runner.py).
+    # With --num_gpus the launcher ignores CUDA_VISIBLE_DEVICES and uses the first GPUs (launcher/runner.py).
     included = "localhost:" + ",".join(map(str, devices[: placement.num_gpus])) if devices else None
     command += ["--include", included] if included else ["--num_gpus", str(placement.num_gpus)]
     return [*command, "--module", _WORKER, str(folder)]

@@ -1,7 +1,7 @@
 """Watches a running trial through its files, until it ends, stalls or runs out of time.
 
-``watch`` looks five times a second, with a few system calls. ``StepMonitor`` writes its steps to ``steps.jsonl`` and
-TensorBoard files.
+``watch`` checks five times a second, with a few system calls. ``StepMonitor`` writes the trial's steps to
+``steps.jsonl`` and TensorBoard files.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from ..system import files, processes
 Ending = Literal["ended", "hung_at_exit", "rank_failed", "timeout", "stalled", "host_lost"]
 _POLL_SECONDS = 0.2
 _GROWTH_BYTES = 16 * 2**20
-"""Growth of memory or I/O that proves silent ranks alive: more than the log or caches of a hung rank can grow."""
+"""Growth in memory or I/O that proves silent ranks alive: more than the log or caches of a hung rank can grow."""
 _CHECKS_PER_STALL = 4
 """Checks for growth within the stall timeout."""
 _MAX_CHECK_INTERVAL_SECONDS = 5.0
-"""Longest interval between checks until every rank has taken a step; later checks are rarer, since they slow steps."""
+"""Longest interval between checks until every rank has taken a step; later checks are rarer, as they slow the steps."""
 _EXIT_SECONDS_PER_GB = 0.3
-"""Added to the grace at exit per 10**9 bytes of resident memory: page-locked memory is released slowly."""
+"""Added to the grace period at exit per 10**9 bytes of resident memory: page-locked memory is released slowly."""
 STACKS_SECONDS = 1.0
 """Time for ranks to write their stacks."""
 
@@ -56,7 +56,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Where a running trial is."""
+    """How far a running trial has got."""
 
     phase: str
     step: int
@@ -150,7 +150,7 @@ class _Watcher:
         return "stalled" if now - self._last_sign_of_life > self._limits.stall_timeout_seconds else None
 
     def _check_growth(self, now: float) -> None:
-        """Count growth as a sign of life of silent ranks.
+        """Count growth as a sign of life from silent ranks.
 
         Libraries load, build or initialize for minutes without a heartbeat. A script may prepare data between steps.
         """
@@ -273,7 +273,7 @@ class StepMonitor:
 
 
 def _trial_step(number: int, samples: list[StepSample], tokens_per_step: int) -> TrialStep:
-    # The slowest rank ends the step for all.
+    # The step lasts until the slowest rank ends it.
     seconds = max(sample.seconds for sample in samples)
     losses = [sample.loss for sample in samples if sample.loss is not None]
     return TrialStep(

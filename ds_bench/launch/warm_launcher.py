@@ -1,7 +1,7 @@
 """Warm launch: the ranks of each trial are forked from one server that has loaded everything.
 
 The server is the forkserver of the standard library's ``multiprocessing``, with ``worker.preload`` in its preload list.
-It must never use a GPU, or its forks could not; a probe proves that before the first trial.
+It must never use a GPU, or its forks could not; a probe checks this before the first trial.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from .trial_watcher import Limits
 
 _PRELOAD = "ds_bench.worker.preload"
 _MAX_STARTS = 3
-"""Attempts at a trial if the server dies before it has begun."""
+"""Attempts at a trial if the server dies before the trial has begun."""
 
 _forwarded_to: dict[int | None, Mapping[str, str]] = {}
-"""Process id of a server → the variables of ``--env`` that it was started with."""
+"""Process id of a server → the variables from ``--env`` that it was started with."""
 
 
 class _ServerDiedError(Exception):
@@ -63,9 +63,9 @@ class WarmLauncher:
         warnings.filterwarnings("ignore", "resource_tracker: process died unexpectedly", UserWarning)
 
     def prepare(self, timeout_seconds: float = 300.0) -> str | None:
-        """Start the server, again if it dies while it loads.
+        """Start the server, and once more if it dies while loading.
 
-        Return None if ranks can be forked from it, else why not.
+        Return None if ranks can be forked from it, otherwise why not.
         """
         earlier = processes.descendants() - {_server()._forkserver_pid}
         try:
@@ -93,7 +93,7 @@ class WarmLauncher:
         probe.join(timeout_seconds)
         if probe.is_alive():
             probe.kill()
-            return f"the preloaded server did not answer in {timeout_seconds:.0f} s"
+            return f"the preloaded server did not answer within {timeout_seconds:.0f} s"
         if not result_file.exists():
             return f"the preloaded server failed (exit code {probe.exitcode})"
         result = json.loads(result_file.read_text())
@@ -102,13 +102,13 @@ class WarmLauncher:
 
     def launch(self, trial: Trial, folder: Path, listen: ProgressCallback) -> TrialRecord:
         """See ``Launcher``."""
-        reason = "it died as often as it was started"
+        reason = "it died every time it was started"
         own = _forwarded(self._environment, trial.placement)
         for _ in range(_MAX_STARTS):
             # Before the trial begins, because ending a trial spares what ran before it.
             _ensure_tracker()
             if self._server_is_alive() and _forwarded_to.get(self._server_pid, own) != own:
-                # An earlier run in this process started it with other variables of --env, which libraries have read.
+                # An earlier run in this process started it with different --env variables, which libraries have read.
                 _forget_server()
                 self._server_pid = None
             forbidden = None if self._server_is_alive() else self.prepare()
@@ -141,7 +141,7 @@ class WarmLauncher:
 
     def _server_is_alive(self) -> bool:
         pid = self._server_pid
-        # If it was killed together with its ranks, it may be the last to be gone.
+        # If it was killed together with its ranks, it may be the last to disappear.
         return pid is not None and processes.is_alive(pid) and not processes.is_ending(pid)
 
     def _start(self, trial: Trial, folder: Path, _remote: RemoteTrial | None) -> Leader:
@@ -165,9 +165,9 @@ class WarmLauncher:
 
 
 def start_server(environment: Mapping[str, str], placement: Placement | None = None) -> None:
-    """Start the server unless it runs. It loads while this process goes on; :meth:`WarmLauncher.prepare` waits for it.
+    """Start the server unless it is running. It loads in the background; :meth:`WarmLauncher.prepare` waits for it.
 
-    ``environment``: as of :class:`WarmLauncher`. ``placement``: of the trials. Raises OSError if it cannot be started.
+    ``environment``: as for :class:`WarmLauncher`. ``placement``: of the trials. Raises OSError if it cannot be started.
     """
     server = _server()
     earlier = server._forkserver_pid
@@ -188,7 +188,7 @@ def _forwarded(environment: Mapping[str, str], placement: Placement) -> dict[str
 
 
 def _with_parent(environment: Mapping[str, str]) -> dict[str, str]:
-    """Add what tells the server if its parent died before it could ask to die with it (worker/preload.py)."""
+    """Add this process's id: the server notices if its parent died too early for ``die_with_parent`` (preload.py)."""
     return {**environment, "DS_BENCH_PARENT": str(os.getpid())}
 
 
@@ -282,7 +282,7 @@ def choose_launcher(
     """Return the launcher for these trials, and a note if ``auto`` falls back to cold launch.
 
     ``requested``: ``auto``, ``warm`` or ``deepspeed``. ``gpu_indices``: NVML's indices of the visible GPUs. ``hosts``:
-    the hosts of a placement on several. Raises UsageError if ``warm`` is requested and not safe.
+    those of a multi-host placement. Raises UsageError if ``warm`` is requested and not safe.
     """
     on_gpus = placement.accelerator == "cuda"
     devices = gpu_indices if on_gpus else None

@@ -1,10 +1,10 @@
 """Lists a model's tensors from its ``config.json``, without torch or Transformers.
 
-``architectures.json`` describes each family as Transformers 5 builds it: the tensors of every part in order, with the
-sizes as products of symbols, and the defaults of the family's configuration class for keys that a file leaves out. A
-line of it is ``name rows,columns``, then optionally ``+`` (a bias; with a name after it, only if that flag is set; with
-a size, of that size) and ``?flag`` or ``?!flag``, without which the tensor does not exist. A name with ``=`` before it
-is the parameter itself, any other a module that holds a ``weight``; ``@group`` stands for the lines of a group.
+``architectures.json`` describes each family as Transformers 5 builds it: the tensors of every part in order, with
+sizes in symbols, and the defaults of the family's configuration class for keys that a file leaves out. A line has the
+form ``name rows,columns``, optionally followed by ``+`` (a bias; with a name after it, only if that flag is set; with a
+size, of that size) and by ``?flag`` or ``?!flag``, the condition for the tensor to exist. A name after ``=`` is the
+parameter itself, any other is a module that holds a ``weight``; ``@group`` includes the lines of a group.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
     "activation": ("hidden_act", "activation_function", "hidden_activation", "feed_forward_proj"),
     "dropout": ("dropout", "dropout_rate", "resid_pdrop", "residual_dropout", "hidden_dropout"),
 }
-"""Symbol → the names that families give it."""
+"""Symbol → the config keys that families use for it."""
 _INNER = {"relu": 0.0, "quick_gelu": 2.0, "gelu_new": 4.0, "gelu_fast": 4.0, "gated-gelu": 4.0}
-"""Activation function → tensors that it saves besides its output, where it is not one operation with its input."""
+"""Activation function → number of tensors that it saves besides its output, unless it saves just its input."""
 _MODEL_TYPES = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 
 
@@ -49,7 +49,7 @@ class Tensor:
     name: str
     shape: tuple[int, ...]
     part: str
-    """``vision``, ``projector``, ``encoder``, ``layers`` (decoder layers), or empty for what surrounds these."""
+    """``vision``, ``projector``, ``encoder``, ``layers`` (decoder layers), or empty for what surrounds them."""
     layer: int | None = None
     """Number of the layer within its part."""
 
@@ -70,16 +70,16 @@ class Stack:
     layers: int
     experts_per_token: int = 0
     layer_norm: bool = False
-    """LayerNorm, and not RMSNorm, which saves its input in fp32."""
+    """LayerNorm instead of RMSNorm, which saves its input in fp32."""
     norm_in_fp32: bool = False
-    """RMSNorm multiplies with its weight in fp32, as in Gemma."""
+    """RMSNorm multiplies by its weight in fp32, as in Gemma."""
     score_bytes: tuple[int, int] = (0, 0)
-    """Bytes that attention keeps for each head and pair of tokens, in 16 bit and in fp32, where no fused kernel has its
-    softcapping, sinks or relative positions."""
+    """Bytes that attention keeps for each head and pair of tokens, in 16-bit precision and in fp32, where no fused
+    kernel supports its softcapping, sinks or relative positions."""
     copies_output: bool = False
-    """Attention's output is copied, since rotary embeddings of a part of a head change the order of its elements."""
+    """Attention's output is copied, since rotary embeddings on part of a head change the order of its elements."""
     inner: float = 0.0
-    """Tensors of the MLP's inner width that its activation saves."""
+    """Number of tensors of the MLP's inner width that its activation saves."""
     dropout: float = 0.0
     is_latent: bool = False
     """Multi-head latent attention, with keys and values of different widths."""
@@ -87,20 +87,20 @@ class Stack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """Everything that is known of a model from its ``config.json``."""
+    """Everything that is known about a model from its ``config.json``."""
 
     model_type: str
     config: Mapping[str, Any]
     """With the defaults of the family's configuration class."""
     tensors: tuple[Tensor, ...]
-    """In the order of ``model.parameters()``; a tensor shared by embedding and LM head once."""
+    """In the order of ``model.parameters()``; a tensor shared by embedding and LM head appears once."""
     stacks: tuple[Stack, ...]
-    """Vision tower, encoder and decoder, as far as there are any."""
+    """Vision tower, encoder and decoder, those that exist."""
     facts: ModelFacts
     active_parameters: int
-    """Parameters that one token uses: of a mixture of experts without the experts that it skips."""
+    """Parameters that one token uses: in a mixture of experts, without the experts that it skips."""
     image: str | None
-    """``fixed``: every image has as many tokens as another; ``grid``: by its size; None for a model without images."""
+    """``fixed``: every image has the same number of tokens; ``grid``: it depends on the size; None: no images."""
 
     def image_tokens(self, width: int | None = None, height: int | None = None) -> int:
         """Tokens of the language model that one image takes; pixels default to the tower's size, or to 448.
@@ -119,11 +119,11 @@ class Architecture:
         # As the image processor rounds (qwen2_vl/image_processing_qwen2_vl.py, smart_resize).
         tokens = round((width or 448) / unit) * round((height or 448) / unit)
         if tokens < 1:
-            raise UsageError(f"--image-size {width}x{height} is less than one token of {unit} × {unit} pixels")
+            raise UsageError(f"--image-size {width}x{height} is smaller than one token of {unit} × {unit} pixels")
         return tokens
 
     def patches(self, image_tokens: int) -> int:
-        """Patches that the vision tower reads for that many tokens of the language model."""
+        """Patches that the vision tower reads for this many tokens of the language model."""
         vision = self.config["vision_config"]
         if self.image == "grid":
             return image_tokens * int(vision["spatial_merge_size"]) ** 2
@@ -133,7 +133,7 @@ class Architecture:
 
 
 def families() -> tuple[str, ...]:
-    """Names of the families, as ``model_type`` gives them, that are whole models."""
+    """Names of the families that are whole models, as in ``model_type``."""
     return tuple(name for name in read_json("architectures")["families"] if not name.endswith("_vision_model"))
 
 
@@ -150,20 +150,20 @@ def not_causal_families() -> set[str]:
 def read_architecture(name: str, config: Mapping[str, Any]) -> Architecture:
     """List the tensors of the model with this configuration. ``name``: the user's name for it.
 
-    Raises UsageError if the family is unknown, is configured in a way that the lists do not have, or lacks a size.
+    Raises UsageError if the family is unknown, is configured in a way that the lists do not cover, or lacks a size.
     """
     model_type = str(config.get("model_type"))
     if model_type not in families():
         raise UsageError(
-            f"{name} is a {model_type!r}, whose tensors ds_bench does not know by formula",
-            remedy="with torch and Transformers it is built without memory and counted: install ds-compare[run]",
+            f"{name} has the model type {model_type!r}, for which ds_bench has no formulas",
+            remedy="to count its parameters with torch and Transformers instead, install ds-compare[run]",
         )
     builder = _Builder(name)
     try:
         builder.add_family(model_type, config)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         problem = f"lacks {error}" if isinstance(error, KeyError) else f"has a value that cannot be used ({error})"
-        raise UsageError(f"{name}: its config.json {problem}", remedy="compare it with the model's own") from error
+        raise UsageError(f"{name}: its config.json {problem}", remedy="compare it with the original file") from error
     return builder.finish(model_type)
 
 
@@ -187,8 +187,8 @@ class _Builder:
         differing += [key for key, other in family.get("equal", ()) if config.get(key, config[other]) != config[other]]
         if differing:
             raise UsageError(
-                f"{self.name}: its config sets {differing[0]} to {config[differing[0]]}, unknown to the formulas",
-                remedy="with torch and Transformers it is built without memory and counted: install ds-compare[run]",
+                f"{self.name}: its config sets {differing[0]} to {config[differing[0]]}, which no formula covers",
+                remedy="to count its parameters with torch and Transformers instead, install ds-compare[run]",
             )
         if not prefix:
             self.config = config
@@ -216,7 +216,7 @@ class _Builder:
         own = config.get(key)
         defaults = read_json("architectures")["families"][str(config["model_type"])]["defaults"].get(key, {})
         if family is not True:
-            # Older files have the keys of the text at the top.
+            # Older files have the text model's keys at the top level.
             given = own if own is not None and own is not defaults else (config if key == "text_config" else {})
             kept = {name: value for name, value in given.items() if not isinstance(value, dict)}
             return {**defaults, **kept, "model_type": family}
@@ -224,8 +224,8 @@ class _Builder:
         part["model_type"] = _MODEL_TYPES.get(str(part.get("model_type")), part.get("model_type"))
         if part["model_type"] not in read_json("architectures")["families"]:
             raise UsageError(
-                f"{self.name}: its {key} is a {part['model_type']!r}, whose tensors ds_bench does not know by formula",
-                remedy="take a model of another family, or measure it with a factory: --model-factory",
+                f"{self.name}: its {key} has the model type {part['model_type']!r}, for which ds_bench has no formulas",
+                remedy="use a model of a different family, or measure it with a factory: --model-factory",
             )
         return {**read_json("architectures")["families"][part["model_type"]]["defaults"], **part}
 
@@ -332,7 +332,7 @@ def _pair(value: Any) -> tuple[int, int]:
 
 
 def _symbols(config: Mapping[str, Any], family: Mapping[str, Any]) -> dict[str, Any]:
-    """Symbol → its value: numbers of the configuration, what follows from them, and flags."""
+    """Symbol → its value: numbers from the configuration, values derived from them, and flags."""
     symbols = {**config, **{symbol: _find(config, symbol) for symbol in _KEYS}}
     flags = {
         name: flag if isinstance(flag, bool) else config.get(flag) for name, flag in family.get("flags", {}).items()

@@ -3,8 +3,8 @@
 Anything but a preset is looked up with Transformers in a child process, because this one never loads torch; a factory
 is imported there. Without these packages, and for models that read images or have an encoder, ``plan`` reads the
 ``config.json`` instead (``architectures``). A folder or Hub name is trained only as the class that its
-``architectures`` names: without a head (``GPT2Model``) or with another one (``BartForConditionalGeneration``) it is a
-different model, with other parameters or without a loss. If it names no class, it is trained as the causal language
+``architectures`` names: without a head (``GPT2Model``) or with a different one (``BartForConditionalGeneration``) it is
+not the same model: its parameters differ, or it has no loss. If it names no class, it is trained as the causal language
 model of its type.
 """
 
@@ -28,11 +28,11 @@ from ..system.helper_programs import run_tool
 from . import architectures, presets
 
 ANSWER_SECONDS = 3.0
-"""Time that the Hub has to answer, including the look-up of its name."""
+"""Time that the Hub has to answer, including the look-up of its host name."""
 _RETRY_SECONDS = 0.5
-"""Pause before the Hub is asked again, as one request in many fails."""
+"""Pause before the request to the Hub is repeated, because a few requests fail."""
 _SIZES = ("largest_parameter", "max_positions", "vocabulary_size", "hidden_size")
-_OWN_FACTORY = "let a function of your own build it, with --model-factory package.module:function"
+_OWN_FACTORY = "build it with a function of your own: --model-factory package.module:function"
 _TRUE = {"1", "ON", "YES", "TRUE"}  # as huggingface_hub reads a switch (constants.py, ENV_VARS_TRUE_VALUES)
 
 
@@ -44,7 +44,7 @@ class ResolvedModel:
     source: ModelSource
     model_type: str | None = None
     config: Mapping[str, Any]
-    """Arguments of ``AutoConfig.for_model`` for a preset, ``path`` for a local model, else empty."""
+    """Arguments of ``AutoConfig.for_model`` for a preset, ``path`` for a local model, otherwise empty."""
     facts: presets.ModelFacts | None = None
     """Counted sizes; None for a factory and for architectures that neither ``worker.lookup_model`` nor, for ``plan``,
     ``architectures`` knows."""
@@ -73,10 +73,9 @@ def resolve_model(
     """Find the model with this name. Raise UsageError if it does not exist.
 
     ``factory``: whether the name is a factory's; None for a command without ``--model-factory``.
-    ``environment``: variables of the child process. ``offline_reason``: why the Hub is not asked; None if it is, empty
-    if ``plan`` was not told to.
-    ``option``: the flag or the key of a recipe that gave the name. ``by_config``: models that cannot be built here are
-    read from their ``config.json``; they can be planned, not run.
+    ``environment``: variables of the child process. ``offline_reason``: why the Hub is not contacted; None if it is,
+    empty if ``plan`` was not told to contact it. ``option``: the flag or the key of a recipe that gave the name.
+    ``by_config``: models that cannot be built here are read from their ``config.json``; they can be planned, not run.
     """
     if factory:
         # Imported in a child process, as every rank will.
@@ -119,8 +118,8 @@ def _look_up(
     if not is_folder and (name.endswith(".json") or name.startswith((".", "/", "~"))):
         raise UsageError(f"{option} {name}: no such file or folder", remedy="give a model's folder or its config.json")
     if not is_folder and offline_reason is None:
-        # Transformers itself would ask six times, with pauses between: half a minute without a network, and longer if
-        # packets are dropped.
+        # Transformers itself would try six times, with pauses in between: half a minute without a network, and longer
+        # if packets are dropped.
         variables = {**os.environ, **environment}
         switches = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
         switch = next((name for name in switches if variables.get(name, "").upper() in _TRUE), None)
@@ -148,7 +147,7 @@ def _look_up(
     declared, built = facts["architectures"], facts["built_architecture"]
     if declared and built not in declared:
         raise UsageError(
-            f"{option} {name} is a {', '.join(declared)}, but a {built} would train, which is a different model",
+            f"{option} {name} is a {', '.join(declared)}, but a {built} would be trained, which is a different model",
             remedy=own_factory or remedy,
         )
     counted: presets.ModelFacts | None = None
@@ -197,7 +196,7 @@ def _read_config(name: str, option: str, offline_reason: str | None, *, required
                 huggingface_hub.hf_hub_download(name, "config.json", local_files_only=offline_reason is not None)
             )
         config = json.loads(path.read_text(encoding="utf-8"))
-    # The Hub's client raises errors of its own, of its transport, and OSError or ValueError.
+    # The Hub's client raises its own errors, those of its transport, OSError and ValueError.
     except Exception as error:
         if not required:
             return None
@@ -208,12 +207,12 @@ def _read_config(name: str, option: str, offline_reason: str | None, *, required
         )
         raise _unknown_model(name, option, why) from error
     if not isinstance(config, dict) or "model_type" not in config:
-        raise UsageError(f"{option} {name} has no model_type in its config.json", remedy="give a model's own file")
+        raise UsageError(f"{option} {name} has no model_type in its config.json", remedy="give a complete config.json")
     return config
 
 
 def _unknown_model(name: str, option: str, why: str) -> UsageError:
-    """``why``: why it was not found on the Hub; empty if that was not asked."""
+    """``why``: why it was not found on the Hub; empty if the Hub was not contacted."""
     place = f" ({option})" if option != "--model" else ""
     problem = f"Unknown model {name!r}{place}: neither a built-in model nor a folder{why and ', and '}{why}"
     other = "give a model's folder or its config.json"
@@ -221,8 +220,8 @@ def _unknown_model(name: str, option: str, why: str) -> UsageError:
 
 
 def send_request(address: str) -> None:
-    """Ask the address for its headers; even a refusal is an answer. Raises OSError or ValueError without one, and if
-    the server is overloaded or broken for now."""
+    """Request the headers of an address; even a refusal is an answer. Raises OSError or ValueError if there is none, or
+    if the server is temporarily overloaded or broken."""
     import urllib.error
     import urllib.request
 
@@ -231,17 +230,17 @@ def send_request(address: str) -> None:
     except urllib.error.HTTPError as error:
         error.close()
         if error.code in (429, 500, 502, 503, 504):
-            raise OSError(error.code, f"HTTP {error.code}, which may pass: try again") from None
+            raise OSError(error.code, f"HTTP {error.code}, which may be temporary: try again") from None
 
 
 def connection_failure(
     address: str, request: Callable[[str], None] = send_request, seconds: float = ANSWER_SECONDS
 ) -> str | None:
-    """Return why the Hub cannot be reached, after two tries and ``seconds`` at most; None if it answers."""
+    """Return why the Hub cannot be reached, after at most two tries and ``seconds`` seconds; None if it answers."""
     try:
         parts = urlsplit(address)
         host = parts.hostname if parts.scheme in ("http", "https") else None  # a file must not be opened
-    except ValueError:  # brackets that do not match
+    except ValueError:  # unmatched brackets
         host = None
     if host is None:
         return "HF_ENDPOINT is not a web address"
@@ -255,7 +254,7 @@ def connection_failure(
             time.sleep(_RETRY_SECONDS)
             request(address)
         except Exception as error:
-            # Only the reason of urllib's errors: their text may hold the address, which may hold a password.
+            # Only the reason of urllib's errors: their text may contain the address, and with it a password.
             reason = getattr(error, "reason", error)
             failures.append(getattr(reason, "strerror", None) or type(reason).__name__)
 
@@ -264,7 +263,7 @@ def connection_failure(
     thread.join(seconds)
     if thread.is_alive():
         failures.append(f"no answer within {seconds:g} s")
-    return f"{host} does not answer ({failures[0]})" if failures else None
+    return f"{host} cannot be reached ({failures[0]})" if failures else None
 
 
 def _ask_child(name: str, flag: str | None, environment: Mapping[str, str]) -> dict[str, Any]:

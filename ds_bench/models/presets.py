@@ -4,8 +4,8 @@ Weights do not affect speed, so a preset is only the arguments of ``AutoConfig.f
 ``preset_configs/``, one file per family. They differ from the published configs only in ``use_cache``, which is off
 because training reads no key-value cache. Dropout is the family's own (0.1 for GPT-2 and OPT), since that is what
 users train with; ``--dropout`` changes it. The presets ``size-…`` belong to the model-size benchmark and were never
-published: they are like GPT-2, without dropout. A name ending in ``-text`` is the language model of one that also reads
-images.
+published: they are like GPT-2 but without dropout. A name ending in ``-text`` is the language model of a model that
+also reads images.
 
 ``preset_counts.json`` has counts from models that Transformers 5 built (``worker.lookup_model``), so that no command
 has to build one. ``scripts/make_model_counts.py`` writes that file.
@@ -48,7 +48,7 @@ class ModelFacts:
     parameters: int
     """Trainable elements; a tensor shared by input embedding and LM head counts once, and inactive experts count."""
     matmul_parameters: int
-    """Weight elements that one token is multiplied with, the LM head included, tied or not.
+    """Weight elements that one token is multiplied by, including the LM head, tied or not.
 
     Not counted: input embedding (a look-up), position embeddings, biases, norms, and the experts that a token skips.
     """
@@ -100,7 +100,7 @@ def find_preset(name: str) -> ModelFacts | None:
 
 
 def short_names() -> Mapping[str, str]:
-    """Return preset name → shortest unique name: without organization and, if that is enough, ``-hf`` or a version.
+    """Return preset name → shortest unique name: without organization and, if still unique, without ``-hf`` or version.
 
     Presets without an organization have none.
     """
@@ -136,7 +136,7 @@ def _names() -> tuple[dict[str, str], dict[str, str]]:
         if organization:
             for short in {model, _SUFFIXES.sub("", model)}:
                 names.setdefault(short, []).append(known)
-    # A short name of two presets stands for neither.
+    # A short name that fits two presets denotes neither.
     unique = {short: known for short, (known, *others) in names.items() if not others and short not in full}
     return full, dict(sorted(unique.items(), key=lambda item: -len(item[0])))
 
@@ -152,7 +152,7 @@ def preset_entries() -> Mapping[str, dict[str, Any]]:
 
 @cache
 def read_json(name: str) -> dict[str, dict[str, Any]]:
-    """Return what a JSON file of this package holds; ``name`` is without the ending. Read once, so do not change it."""
+    """Return the contents of a JSON file of this package; ``name`` has no extension. Read once: do not change them."""
     import json
     from importlib.resources import files
 

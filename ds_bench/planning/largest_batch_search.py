@@ -1,4 +1,4 @@
-"""Searches each row's largest micro-batch or longest sequence that trains, by probes that start at the predicted size.
+"""Searches for each row's largest micro-batch or longest sequence that trains, starting at the predicted size.
 
 Probes are stored in the run folder next to the rows, so that a resumed run does not repeat them.
 """
@@ -28,7 +28,7 @@ from .trial_planner import SHORTEST_SEQ_LENGTH, Plan
 
 MAX_BATCH_SIZE = 4096
 MAX_SEQ_LENGTH = 2**20
-"""The longest sequence that is tried, in tokens, of a model whose positions are not limited."""
+"""The longest sequence that is tried, in tokens, for a model whose positions are not limited."""
 _PROBE_STEPS = 2
 """Measured steps of a probe, after one warm-up step, which allocates the optimizer's states."""
 _DID_NOT_FIT = (schema.OOM, schema.OOM_HOST, schema.OOM_DISK, schema.KILLED)
@@ -37,7 +37,7 @@ _DID_NOT_FIT = (schema.OOM, schema.OOM_HOST, schema.OOM_DISK, schema.KILLED)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeSearch:
-    """Searches the largest micro-batch, or the longest sequence, of each row of a plan."""
+    """Searches for the largest micro-batch, or the longest sequence, of each row of a plan."""
 
     plan: Plan
     launcher: Launcher
@@ -48,7 +48,7 @@ class SizeSearch:
 
     @property
     def unit(self) -> int:
-        """Step between the sizes that are tried: one sequence, or 64 tokens (16 of a model of few positions)."""
+        """Step between the sizes that are tried: one sequence, or 64 tokens (16 for a model with few positions)."""
         if self.dimension == "batch_size":
             return 1
         return 64 if self._max_tokens >= 4096 else SHORTEST_SEQ_LENGTH
@@ -65,7 +65,7 @@ class SizeSearch:
         return min(length for length in lengths if length is not None)
 
     def find_largest(self, row: RequestedRow) -> tuple[int, tuple[Caveat, ...]]:
-        """Find the largest micro-batch, or the tokens of the longest sequence, that trains, and what to know about it.
+        """Find the largest micro-batch, or the longest sequence in tokens, that trains, with caveats about it.
 
         A time limit says nothing about memory, so no larger size is tried after one: sizes are halved until one trains,
         or down to the largest that has. If none trains, or a probe fails for another reason, such as a hang before its
@@ -87,7 +87,7 @@ class SizeSearch:
             record = self.launcher.launch(trial, self.store.trial_folder(trial_id), lambda _progress: None)
             self.store.append(record, PROBES_FILE)
             outcome, status = record.outcome, record.outcome.status
-            # A signal may also come when the probe has just ended, with a status of its own.
+            # A signal may also come just after the probe has ended with a status of its own.
             if status == schema.INTERRUPTED or processes.interrupt_requested():
                 self.say(f"the search was interrupted at {row.label}")
                 raise KeyboardInterrupt
@@ -123,7 +123,7 @@ class SizeSearch:
                 return True
             return prediction.verdict(memory.gpu_bytes, memory.host_bytes) == DOES_NOT_FIT
 
-        # 1 is the least, even if it is predicted not to fit. A size above one that does not fit is assumed not to fit.
+        # At least 1, even if that is predicted not to fit. Sizes above one that does not fit are assumed not to fit.
         return 1 + bisect_left(range(2, self.limit + 1), True, key=too_large)
 
     def configuration(self, row: RequestedRow, size: int, caveats: tuple[Caveat, ...] = ()) -> Configuration:
@@ -142,7 +142,7 @@ class SizeSearch:
         return replace(configuration, caveats=(*configuration.caveats, *caveats))
 
     def renew_caveats(self, row: RequestedRow, size: int, caveats: tuple[Caveat, ...]) -> None:
-        """Store the row's records again if their caveat on the search is out of date. ``size``: of the largest row."""
+        """Store the row's records again if their caveat on the search is out of date. ``size``: the row's largest."""
         for record, units in self._sizes_of(row):
             kept = [each for each in record.caveats if as_caveat(each).kind is not CaveatKind.SEARCH_TIMED_OUT]
             renewed = (*kept, *(caveats if units * self.unit == size else ()))
@@ -187,7 +187,7 @@ class SizeSearch:
         return known, min((units for units in late if largest < units < failure), default=None)
 
     def _sizes_of(self, row: RequestedRow, file: str = RECORDS_FILE) -> list[tuple[TrialRecord, int]]:
-        """The last record of each trial of this row, and its size; another point of a sweep has other work or ranks."""
+        """The last record of each trial of this row, and its size; other points of a sweep differ in work or ranks."""
         last = {}
         for record in self.store.counted_records(file):
             stored = record.trial
@@ -216,9 +216,9 @@ def _of_probe(workload: Workload) -> Workload:
 
 
 def at_largest_size(plan: Plan, launcher: Launcher, store: RunFolder, say: Callable[[str], None]) -> Plan:
-    """Return the plan with every row at its own largest micro-batch or longest sequence, as its options ask.
+    """Return the plan with every row at its own largest micro-batch or longest sequence, as its options request.
 
-    With ``--common-batch`` every row also runs at the smallest of those micro-batches, which all of them train.
+    With ``--common-batch`` every row also runs at the smallest of those micro-batches, at which all of them train.
     """
     dimension: Literal["batch_size", "seq_length"] = "seq_length" if plan.options.auto_seq else "batch_size"
     search = SizeSearch(plan=plan, launcher=launcher, store=store, say=say, dimension=dimension)
@@ -260,12 +260,12 @@ def next_size(trained: Mapping[int, bool], start: int, limit: int) -> int | None
     # A size between the two decides, until they are close enough.
     if failed - largest <= resolution(largest):
         return None
-    power_of_two = 1 << (failed - 1).bit_length() - 1  # sizes that users choose, where the gap holds one
+    power_of_two = 1 << (failed - 1).bit_length() - 1  # a size that users choose, if the gap holds one
     return power_of_two if largest < power_of_two < failed else (largest + failed) // 2
 
 
 def resolution(size: int) -> int:
-    """Return the gap at which the search ends: speeds at sizes so close differ by less than the noise of runs."""
+    """Return the gap at which the search ends: speeds at sizes that close differ by less than the noise of runs."""
     return max(1, int(size * SEARCH_ACCURACY))
 
 

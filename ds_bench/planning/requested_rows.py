@@ -12,7 +12,7 @@ from typing import Any
 
 from ..config import axis_rows, deepspeed_config, lint, strategies, validation
 from ..config.automatic_values import TrainingFacts
-from ..config.axes import AXES, RowFacts, other_arithmetic
+from ..config.axes import AXES, RowFacts, changed_arithmetic
 from ..config.axis_rows import AxisValues
 from ..config.configuration_file_rows import FileRowMaker, gives_accumulation
 from ..config.configuration_files import (
@@ -125,7 +125,7 @@ def _rows_without_axes(options: Options) -> list[RequestedRow]:
     if "nvme" in names and options.nvme_path is None:
         problem = f"{options.spelling_of('strategies')} nvme needs a disk"
         raise UsageError(problem, remedy=f"add {options.spelling_of('nvme_path')} DIR, or leave nvme out")
-    # In the offload script, --nvme-path is enough to ask for the row nvme.
+    # In the offload script, --nvme-path is enough to request the row nvme.
     if options.family == "offload" and names and options.nvme_path is not None and "nvme" not in names:
         names.append("nvme")
     found = [strategies.ZERO_STAGES[stage] for stage in options.stages]
@@ -171,14 +171,14 @@ def with_row_names(options: Options) -> Options:
         if (row := next((row for row in rows if row.matches(text)), None)) is None:
             raise UsageError(f"{said}: no such row", remedy=f"choose from {', '.join(row.name for row in rows)}")
         if name == "export" and row.engine != "deepspeed":
-            problem = f"{said}: {row.label} is torch's own engine, it has no DeepSpeed configuration"
+            problem = f"{said}: {row.label} is torch's own engine, which has no DeepSpeed configuration"
             raise UsageError(problem, remedy="export a row that DeepSpeed trains")
         names[name] = row.name
     return replace(options, **names)
 
 
 _FLAG_OF_AXIS = {"micro_batch": "batch_size", "torch_autocast": "precision", "bf16_states": "precision"}
-"""Axis → the option that sets the same, if their names differ."""
+"""Axis → the option that sets the same thing, if their names differ."""
 
 
 def axis_notes(options: Options) -> list[str]:
@@ -203,7 +203,7 @@ def axis_notes(options: Options) -> list[str]:
     for axis in options.axis_names:
         name = _FLAG_OF_AXIS.get(axis, axis)
         if given.get(name) and not (axis == "bf16_states" and options.precision == "bf16"):
-            problem = f"axis {axis} and {options.spelling_of(name)} set the same"
+            problem = f"axis {axis} and {options.spelling_of(name)} set the same thing"
             raise UsageError(problem, remedy="leave one of them out")
     rows = _rows_without_axes(options)
     return axis_rows.idle_axis_notes(options.axes, {row.label: _layout(row, options) for row in rows})
@@ -228,8 +228,8 @@ def with_axes(configuration: Configuration, values: AxisValues, facts: RowFacts)
     setting = axis_rows.setting_of(values, facts)
     axis_values = {value.axis_name: value.text for value in values}
     caveats = list(configuration.caveats)
-    if other := ", ".join(f"{name}={value}" for name, value in other_arithmetic(axis_values).items()):
-        caveats.append(f"{other} changes the arithmetic: losses are compared only among rows of this value")
+    if other := ", ".join(f"{name}={value}" for name, value in changed_arithmetic(axis_values).items()):
+        caveats.append(f"{other} changes the arithmetic: losses are compared only among rows with this value")
     return replace(
         configuration,
         deepspeed_config=deepspeed_config.apply_changes(configuration.deepspeed_config, setting.config),
@@ -286,7 +286,7 @@ class ConfigurationBuilder:
             below, above = total // per_pass * per_pass, (total // per_pass + 1) * per_pass
             raise UsageError(
                 f"{said} is not a multiple of {micro} sequences × {ranks} data-parallel ranks in "
-                f"{configuration.label}, so that accumulation is not a whole number",
+                f"{configuration.label}, so accumulation is not a whole number",
                 remedy=f"give {f'{below} or {above}' if below else above}, or another local_batch_size",
             )
         accumulation = total // per_pass
@@ -305,7 +305,7 @@ class ConfigurationBuilder:
         )
 
     def _with_axes(self, row: RequestedRow, configuration: Configuration) -> Configuration:
-        """Return the configuration with its axis values; no flag sets the same (``axis_notes``)."""
+        """Return the configuration with its axis values; no flag sets the same thing (``axis_notes``)."""
         # A refused row has a stand-in configuration, where axes mean nothing.
         if configuration.refusal is not None:
             return replace(configuration, name=row.name, label=row.label)
@@ -368,7 +368,7 @@ class ConfigurationBuilder:
 
 
 def equal_rows(trials: Sequence[Trial]) -> dict[str, Configuration]:
-    """Return the rows of files or axes that would train exactly as an earlier one: name → the earlier one."""
+    """Return the rows of files or axes that would train exactly like an earlier one: name → the earlier one."""
     equal: dict[str, Configuration] = {}
     different: list[tuple[Configuration, object]] = []
     """Configuration and work of each row that differs from all before it."""
@@ -404,7 +404,7 @@ def make_script_row(
         problem = f"zero_optimization of {file.path} is {zero!r}, not a block"
         raise UsageError(problem, remedy='write {"stage": N}')
     if isinstance(origin, Strategy):
-        # The stage and offload devices of the strategy; what else the file sets in the block stays.
+        # The stage and offload devices come from the strategy; anything else that the file sets in the block stays.
         zero = {**zero, "stage": origin.stage}
         for name, device in zip(OFFLOAD_BLOCKS, (origin.offload_optimizer, origin.offload_param), strict=True):
             own = zero.pop(name, None)

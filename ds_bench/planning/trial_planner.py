@@ -12,7 +12,7 @@ from typing import Any
 
 from ..config import deepspeed_config, strategies, trained_parameters, validation
 from ..config.caveats import Caveat, CaveatKind
-from ..config.configuration_file_rows import has_other_batch
+from ..config.configuration_file_rows import has_different_batch
 from ..config.configuration_files import (
     ConfigurationFile,
     check_remedy,
@@ -56,7 +56,7 @@ SHORTEST_SEQ_LENGTH = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """Facts of the model and the machine that complete trials, and how predictions are used."""
+    """Facts about the model and the machine that complete trials, and how predictions are used."""
 
     largest_parameter: int | None = None
     skip_predicted_oom: bool = False
@@ -86,7 +86,7 @@ def complete(trials: Sequence[Trial], facts: RunFacts) -> list[Trial]:
             config = deepspeed_config.complete_config(
                 config, trial.workload, trial.placement, torch_adam=True, largest_parameter=facts.largest_parameter
             )
-            # The same with offload (DeepSpeedCPUAdam), for optimizers other than Adam, and for torch's Adam.
+            # Unchanged with offload (DeepSpeedCPUAdam), for optimizers other than Adam, and for torch's Adam.
             if config["optimizer"] != trial.ds_config["optimizer"]:
                 caveats = (*caveats, Caveat(CaveatKind.TORCH_ADAM, {"reason": str(fused.reason)}))
         for op in ops.needed_ops(trial.placement.accelerator, [trial.configuration]):
@@ -180,11 +180,11 @@ class RunPlan:
                 continue
             if len(own) < len(plan.rows):
                 if plan.options.common_batch:
-                    name, parts = plan.options.spelling_of("common_batch"), f"{shard.count} of {len(self.plans)}"
-                    most = f"give {len(self.plans)} shards or fewer" if len(self.plans) > 1 else "leave --shard out"
+                    name = plan.options.spelling_of("common_batch")
+                    remedy = f"give {len(self.plans)} shards or fewer" if len(self.plans) > 1 else "leave --shard out"
                     raise UsageError(
-                        f"{name} with more shards than points ({parts})",
-                        remedy=f"{most}: rows of one point must be probed together",
+                        f"{name} with more shards ({shard.count}) than points ({len(self.plans)})",
+                        remedy=f"{remedy}: rows of one point must be probed together",
                     )
                 where = f" of {plan.options.point_text}" if plan.options.point_text else ""
                 notes.append(
@@ -331,7 +331,7 @@ def _plan_of_point(
         if "grad_accum" in options.axis_names:
             problem = "training.global_batch_size with the axis grad_accum: accumulation follows from the global batch"
             raise UsageError(problem, remedy="leave one of them out; the axis micro_batch changes accumulation with it")
-        # As if every rank had its own data; the builder computes each row's value, and refuses one that is not whole.
+        # As if every rank had its own data; the builder computes each row's value, and refuses a fraction.
         options = replace(options, grad_accum=max(1, total // (options.batch_size * placement.num_gpus)))
     require_known_ids(options, model)
     builder = ConfigurationBuilder(options=options, make_config=make_config, model=model, placement=placement)
@@ -354,14 +354,14 @@ def _plan_of_point(
         options = replace(options, **standing)
         # Made again, because the numbers and order of trials depend on the rows.
         trials = make_trials(options, model, placement, configurations)
-    # A file that DeepSpeed refuses is a row like others, and an error only if no row is left to run.
+    # A file that DeepSpeed refuses is a row like any other, and an error only if no row is left to run.
     flag = options.spelling_of("configs")
     refusals = [f"{flag} {each.name}: {each.refusal}" for each in configurations if each.refusal is not None]
     if refusals and len(refusals) == len(configurations):
         raise UsageError("; ".join(refusals[:3]), remedy=check_remedy(options.configs))
     size, accumulation = options.batch_size, options.grad_accum
     files = {row.origin.name: row.origin for row in rows if isinstance(row.origin, ConfigurationFile)}
-    others = [name for name, file in files.items() if has_other_batch(file, placement.num_gpus, size, accumulation)]
+    others = [name for name, file in files.items() if has_different_batch(file, placement.num_gpus, size, accumulation)]
     if others and not options.keep_batch and options.own_script is None:
         micro = f"{options.spelling_of('batch_size')} {'auto' if options.auto_batch else size}"
         lines = [
@@ -516,8 +516,8 @@ def _completed_row(
             if used != named:
                 caveats.append(Caveat(CaveatKind.OTHER_OFFLOAD, {"part": part, "used": used, "named": named}))
     if trained.precision != workload.precision:
-        asked = f"as the DeepSpeed config says, not this row's {workload.precision}"
-        caveats.append(f"ran precision {trained.precision}, {asked}")
+        asked = f"as the DeepSpeed config says, not in this row's {workload.precision}"
+        caveats.append(f"ran in {trained.precision}, {asked}")
     return trained, config, unsupported, [*caveats, *validation.ineffective_settings(completed, workload, placement)]
 
 
@@ -536,11 +536,11 @@ def refuse_unresolved(record: TrialRecord, waiting: Sequence[Trial]) -> list[Tri
 def ordered_for_round(configurations: Sequence[Configuration], seed: int, number: int) -> list[Configuration]:
     """Return the configurations in the order of a round (``number``, from 0).
 
-    Each uses, of six shuffles by the seed, the one that puts the fewest rows where an earlier round had them, so that
+    Of six seeded shuffles, each round uses the one that puts the fewest rows where an earlier round had them, so that
     neither the cold machine at the start nor noise that outlasts a run, such as heat, favors a row
-    (``bench/false_differences.py``). The order does not depend on the number of rounds, so a resumed run keeps it. Of
-    equal shuffles, later rounds use the one least like the written order, in which a run of one round that --resume
-    continues ran.
+    (``bench/false_differences.py``). The order does not depend on the number of rounds, so a resumed run keeps it.
+    Among equally good shuffles, later rounds use the one least like the written order, in which a run of one round that
+    --resume continues ran.
     """
     # With --common-batch a row may appear at two micro-batches.
     names = [f"{row.name} {row.deepspeed_config.get('train_micro_batch_size_per_gpu')}" for row in configurations]

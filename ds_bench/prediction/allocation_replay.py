@@ -1,8 +1,8 @@
 """Replays every allocation of a training step on a simulated caching allocator, for ZeRO stages 0 to 3, FSDP2 and DDP.
 
-The model's allocations are traced (``allocation_trace``); DeepSpeed's own are added between them. They follow DeepSpeed
-0.19.8 as ``stages_0_to_2`` and ``stage_3`` do, which name the files; here their order and streams count too. The replay
-says what the first steps reserve, and with a capacity whether they run.
+The model's allocations are traced (``allocation_trace``); DeepSpeed's own are interleaved with them. They follow
+DeepSpeed 0.19.8, as do ``stages_0_to_2`` and ``stage_3``, which name the files; here their order and streams matter
+too. The replay tells how much the first steps reserve and, given a capacity, whether they run.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from .model_states import FP32_BYTES, flat_elements
 from .torch_allocators import Block, CachingAllocator, OutOfMemoryError
 
 _STEPS = 2
-"""The first step makes the moments; from the second on allocations repeat."""
+"""The first step creates the moments; from the second step on, allocations repeat."""
 _ACCURACY = 0.005
-"""Of the least capacity, which is searched between what is allocated and what is reserved."""
+"""Relative accuracy of the least capacity, which is searched for between the allocated and the reserved bytes."""
 _COMPUTE, _GATHER, _REDUCE = 0, 1, 2
 _REDUCTIONS_AHEAD = 2
-"""Reductions of a bucket that may be under way before the next waits for the oldest (zero/stage3.py,
+"""Bucket reductions that may be under way before the next one waits for the oldest (zero/stage3.py,
 max_param_reduce_events)."""
 
 
 def unknown_to_replay(inputs: MemoryInputs) -> str | None:
-    """Name the part of these settings that the replay does not know; such rows are judged by the rule. None if none."""
+    """Name a setting that the replay does not support; such rows are judged by the rule. None if all are supported."""
     settings, profile, on_deepspeed = inputs.settings, inputs.profile, inputs.engine == "deepspeed"
     reasons = {
         "frozen parameters in FSDP2": bool(profile.frozen) and inputs.engine == "fsdp2",
@@ -52,14 +52,14 @@ def unknown_to_replay(inputs: MemoryInputs) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayResult:
-    """Bytes that the allocator held in the first steps, without memory outside it."""
+    """Bytes that the allocator held in the first steps, not counting memory outside it."""
 
     allocated_bytes: int
     """At the peak."""
     reserved_bytes: int
     """At the peak."""
     phase: DecidingPhase
-    """The phase with the largest allocated total, or where memory ran out."""
+    """The phase with the largest allocated total, or the one in which memory ran out."""
     ran_out: bool = False
 
 
@@ -76,8 +76,8 @@ def replay(
 ) -> ReplayResult:
     """Replay initialization and the first steps with the events of a whole model (``allocation_trace.full_events``).
 
-    ``workspace_bytes``: of one of cuBLAS's workspaces, which each of two threads keeps. ``capacity_bytes``: what the
-    allocator may reserve; None for no limit. ``shorter``: events of steps before these, with shorter sequences.
+    ``workspace_bytes``: size of a cuBLAS workspace; each of two threads keeps one. ``capacity_bytes``: how much the
+    allocator may reserve; None for no limit. ``shorter``: events of earlier steps, with shorter sequences.
     ``rank_type``: an engine other than the one in ``inputs``.
     """
     allocator = CachingAllocator(capacity_bytes, expandable_segments=expandable_segments)
@@ -90,7 +90,7 @@ def replay(
         for _ in range(2):
             rank.allocate(workspace_bytes)
         for of_step in (*shorter, *[events] * _STEPS):
-            # Further micro-batches after the second allocate as the second does.
+            # Any further micro-batches would allocate as the second one does.
             for number in range(rank.micro_batches):
                 rank.pass_micro_batch(of_step, number)
             rank.begin("step")
@@ -116,14 +116,14 @@ def least_capacity(
     verdict_only: bool = False,
     **how: Any,
 ) -> tuple[int, DecidingPhase | None]:
-    """Return the least that the allocator needs for the steps to run, and the phase that runs out just below.
+    """Return the least capacity in which the steps run, and the phase that runs out of memory just below it.
 
-    ``low_bytes``: a lower bound, such as what is allocated. ``high_bytes``: what is reserved without a limit. ``how``:
-    further arguments of ``replay``. The phase is None if nothing runs out above ``low_bytes``.
+    ``low_bytes``: a lower bound, such as the peak of allocated bytes. ``high_bytes``: the bytes reserved without a
+    limit. ``how``: further arguments for ``replay``. The phase is None if memory never runs out above ``low_bytes``.
 
-    Steps that run in some memory may run out in slightly more, where cached segments are freed later. So ``card_bytes``
-    is replayed itself: the result is larger if the steps run out in it, and at most as large if they run.
-    ``verdict_only``: replay nothing else.
+    Steps that run in some capacity may run out of memory in a slightly larger one, where cached segments are freed
+    later. Therefore ``card_bytes`` itself is replayed: the result is larger than it if the steps run out of memory, and
+    no larger if they run. ``verdict_only``: replay nothing else.
     """
     phase: DecidingPhase | None = None
     asked = card_bytes if card_bytes is not None and card_bytes < high_bytes else None
@@ -158,7 +158,7 @@ class Rank:
         self.has_moments = False
 
     def begin(self, phase: DecidingPhase) -> None:
-        """Enter a phase, and note what was allocated at most in the one before."""
+        """Enter a phase, and record the peak of the previous one."""
         allocator = self.allocator
         self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), allocator.peak_allocated_bytes)
         allocator.peak_allocated_bytes = allocator.allocated_bytes
@@ -182,7 +182,7 @@ class Rank:
             self.moments += [self.allocate(size) for size in sizes]
 
     def pass_micro_batch(self, events: Sequence[Event], number: int) -> None:
-        """Forward and backward pass. ``number``: of the micro-batch in the step."""
+        """Forward and backward pass. ``number``: position of the micro-batch in the step."""
         self.begin("forward")
         self.number = number
         self.begin_pass(events)
@@ -203,8 +203,8 @@ class Rank:
             elif kind == ENTER:
                 self.enter(event[1])
             elif before != (ENTER, event[1]) or self.phase == "forward":
-                # Torch ends the backward pass of a module at once if its inputs need no gradient. DeepSpeed ends such
-                # modules after all others (zero/partitioned_param_coordinator.py, release_backward_leftovers).
+                # Torch ends the backward pass of a module immediately if its inputs need no gradient. DeepSpeed ends
+                # such modules after all others (zero/partitioned_param_coordinator.py, release_backward_leftovers).
                 self.leave(event[1])
             before = event
         self.end_backward(number)
@@ -243,28 +243,28 @@ class _Stage0To2(Rank):
         self.stage, self.kept = inputs.settings.stage, dict[int, Block | None]()
         self.built = self.tensors
         self.tensors = inputs.profile.tensors
-        """Of those that are trained; DeepSpeed leaves the others as they are."""
+        """Only the trained ones; DeepSpeed leaves the others as they are."""
         self.numbers = {each: number for number, each in enumerate(self.trained)}
         self.flat = flat_elements(inputs.profile.parameters, self.ranks) if self.stage else inputs.profile.parameters
         self.part = self.flat // self.ranks if self.stage else self.flat
         self.offloads = self.settings.offload_optimizer is not None and self.stage > 0
-        # Stage 2, and stage 1 that reduces meanwhile, put gradients into a bucket as they come.
+        # Stage 2, and stage 1 if it reduces during backward, put each gradient into a bucket as soon as it exists.
         self.uses_bucket = self.stage == 2 or stages_0_to_2.reduces_meanwhile(inputs)
         self.is_wrapped = self.stage == 0 and self.element != FP32_BYTES
-        """In 16 bit stage 0 has a wrapper with fp32 weights, which flattens them for DeepSpeed's fused optimizer."""
+        """In 16-bit precision, stage 0's wrapper has fp32 weights, flattened for DeepSpeed's fused optimizer."""
         self.is_flat = self.stage > 0 or (self.is_wrapped and not self.settings.torch_optimizer)
         self.ends = [0, *accumulate(self.tensors)]
         start = self.part * (self.ranks - 1)
         owned = [min(end, start + self.part) - max(begin, start) for begin, end in pairwise(self.ends)]
         self.owned = {number: elements for number, elements in enumerate(owned) if elements > 0}
-        """Tensors that the rank owns a part of → elements of the part."""
+        """Tensor that the rank owns a part of → elements of that part."""
         self.buckets: list[Block] = []
         self.bucket_elements = 0
         self.bucket_members: list[int] = []
         self.large: dict[int, Block | None] = {}
-        """Gradients larger than the bucket, which are reduced where they are."""
+        """Gradients larger than the bucket, which are reduced in place."""
         self.own_gradients: list[Block] = []
-        """The rank's part of this micro-batch's gradients; ``reduced_gradients`` has earlier ones."""
+        """The rank's part of this micro-batch's gradients; ``reduced_gradients`` has those of earlier ones."""
         self.reduced_gradients: list[Block] = []
 
     def initialize(self, *, zero_init: bool) -> None:  # noqa: ARG002
@@ -276,7 +276,7 @@ class _Stage0To2(Rank):
             return
         self.allocator.empty_cache()
         limit, flat_bytes = self.allocator.capacity_bytes, self.element * self.flat
-        # Without room for a copy the parameters go through host memory (stage_1_and_2.py, flatten_on_accelerator).
+        # Without room for a copy, the parameters go through host memory (stage_1_and_2.py, flatten_on_accelerator).
         is_copied = limit is None or limit - self.allocator.reserved_bytes >= flat_bytes
         if not is_copied:
             self.free(*separate)
@@ -294,7 +294,7 @@ class _Stage0To2(Rank):
         self.pulse(self.settings.master_bytes * self.part)
 
     def _wrap(self, separate: list[Block]) -> None:
-        """Stage 0 in 16 bit: the wrapper takes a step with gradients of zero (fp16/fused_optimizer.py and
+        """Stage 0 in 16-bit precision: the wrapper takes a step with zero gradients (fp16/fused_optimizer.py and
         fp16/unfused_optimizer.py, __init__, initialize_optimizer_states)."""
         if self.is_flat:
             clones = [self.allocate(self.element * each) for each in self.tensors]
@@ -311,7 +311,7 @@ class _Stage0To2(Rank):
         self.free(*gradients)
 
     def _step(self) -> None:
-        """The optimizer's own step; the first one makes the moments, of one flat tensor or of each."""
+        """The optimizer's own step; the first one creates the moments, for the flat tensor or for each tensor."""
         for size in [self.part] if self.is_flat else self.tensors:
             self.make_moments(size)
         self.pulse(self.inputs.torch_step * self.part)
@@ -326,14 +326,14 @@ class _Stage0To2(Rank):
         if self.uses_bucket:
             self._put_into_bucket(parameter, self.storages.pop(storage, None))
         elif parameter not in self.kept:
-            # The first micro-batch's stays, a later one's is added to it and freed.
+            # The first micro-batch's gradient stays; a later one's is added to it and freed.
             self.kept[parameter] = self.storages.pop(storage, None)
 
     def _put_into_bucket(self, parameter: int, gradient: Block | None) -> None:
         elements, limit = self.tensors[parameter], self.settings.reduce_bucket_elements
         if self.bucket_elements + elements > limit:
             self._reduce()
-        if elements > limit:  # reduced where it is, with offload in a copy
+        if elements > limit:  # reduced in place; with offload, in a copy
             self.large[parameter] = self.allocate(self.element * elements) if self.offloads else gradient
         if elements <= limit or self.offloads:
             self.free(gradient)
@@ -341,7 +341,7 @@ class _Stage0To2(Rank):
         self.bucket_members.append(parameter)
 
     def _reduce(self) -> None:
-        """Reduce the bucket, and store what the rank owns of it (zero/stage_1_and_2.py, reduce_ipg_grads)."""
+        """Reduce the bucket, and store the part of it that the rank owns (zero/stage_1_and_2.py, reduce_ipg_grads)."""
         members, self.bucket_members, self.bucket_elements = self.bucket_members, [], 0
         stream = _REDUCE if self.settings.overlap_comm else _COMPUTE
         self._copy_ranges(members, stream)
@@ -354,7 +354,7 @@ class _Stage0To2(Rank):
             elif each in self.owned and not self.own_gradients:
                 size = self.element * sum(self.tensors[owned] for owned in self.owned)
                 self.own_gradients = [self.allocate(size, stream)]
-            if self.stage == 2 or each in self.owned:  # stage 1 keeps those of others until backward ends
+            if self.stage == 2 or each in self.owned:  # stage 1 keeps other ranks' until backward ends
                 self.free(self.large.pop(each, None))
 
     def _copy_ranges(self, members: Sequence[int], stream: int) -> None:
@@ -377,7 +377,7 @@ class _Stage0To2(Rank):
             bucket = min(self.flat, stages_0_to_2.ENGINE_BUCKET_ELEMENTS)
             self.pulse(self.element * bucket)
         if self.stage and self.kept and number == self.micro_batches - 1:
-            # Stage 1 reduces when every gradient is there: each leaves its place as it moves into the bucket.
+            # Stage 1 reduces once every gradient exists: each is freed as it moves into the bucket.
             for each in sorted(self.kept):
                 self._put_into_bucket(each, self.kept.pop(each))
         self._reduce()
@@ -408,7 +408,7 @@ class _Stage0To2(Rank):
             self.free(gradient)
 
     def _update_unpartitioned(self) -> None:
-        """Stage 0: in 16 bit the gradients are cast one by one, and DeepSpeed's fused optimizer flattens them."""
+        """Stage 0: 16-bit gradients are cast one by one, and DeepSpeed's fused optimizer flattens them."""
         casts = [self.allocate(FP32_BYTES * each) for each in self.tensors] if self.is_wrapped else []
         if self.is_flat:
             flat = self.allocate(FP32_BYTES * self.flat)
@@ -421,7 +421,7 @@ class _Stage0To2(Rank):
 
 
 class _Stage3(Rank):
-    """Stage 3: parameters are gathered before their module runs, ahead of it, and released after it."""
+    """Stage 3: parameters are gathered when their module runs or prefetched ahead of it, and released after it."""
 
     def __init__(self, inputs: MemoryInputs, allocator: CachingAllocator) -> None:
         super().__init__(inputs, allocator)
@@ -441,9 +441,9 @@ class _Stage3(Rank):
         """Parameters that stay gathered, once the order of uses is known (parameter_offload.py,
         mark_persistent_parameters). Every step gathers them anew (zero/stage3.py, _post_step)."""
         self.staying: dict[int, Block | None] = {}
-        """Those of them that are gathered, between passes."""
+        """The persistent ones that are still gathered between passes."""
         self.is_traced = False
-        """Whether a pass has ended: DeepSpeed knows the order of uses, and gathers ahead, from then on."""
+        """Whether a pass has ended: from then on, DeepSpeed knows the order of uses and gathers ahead."""
 
     def initialize(self, *, zero_init: bool) -> None:
         settings, element = self.settings, self.element
@@ -458,7 +458,7 @@ class _Stage3(Rank):
             self.allocator.empty_cache()
             self.allocate(element * sum(self.trained_parts))
         if not self.offloads:
-            # Converted first and then cloned; the converted one stays until the next exists (_create_fp32_partitions).
+            # Each is converted, then cloned; a converted one stays until the next exists (_create_fp32_partitions).
             converted: Block | None = None
             for group in self.groups if element != settings.master_bytes else ():
                 before, converted = converted, self.allocate(settings.master_bytes * group)
@@ -473,7 +473,7 @@ class _Stage3(Rank):
             self.pulse(element * part * self.ranks, element * part if self.offloads_parameters else 0)
 
     def _split(self, number: int, whole: Block | None) -> Block | None:
-        """Split a tensor, which is built first if there is no block of it; return the rank's part on the GPU."""
+        """Split a tensor, building it first if ``whole`` is None; return the rank's part on the GPU."""
         whole = whole or self.allocate(self.element * self.tensors[number])
         part = None if self.offloads_parameters else self.allocate(self.element * self.parts[number])
         self.free(whole)
@@ -504,14 +504,14 @@ class _Stage3(Rank):
         self.group_of: dict[int, list[int]] = {}
         self.buffers: dict[int, Block] = {}
         self.copies: dict[int, Block | None] = {}
-        """Of parts whose tensors are being gathered by themselves, until they are waited for."""
+        """Parameter → GPU copy of its offloaded part, until its tensor, gathered on its own, has been waited for."""
 
     def enter(self, parameters: tuple[int, ...]) -> None:
         if not self.gathers:
             return
         own = self._used(parameters)
         missing = [each for each in own if each not in self.gathered]
-        # Before it is known who reads a parameter, that gathers it at once, on the default stream.
+        # Until it is known which modules read a parameter, reading it gathers it immediately, on the default stream.
         self._gather(
             missing, self.streams[0] if self._knows_readers or not self.read.intersection(missing) else _COMPUTE
         )
@@ -538,14 +538,14 @@ class _Stage3(Rank):
         self._gather(ahead, self.streams[0])
 
     def _used(self, parameters: tuple[int, ...]) -> list[int]:
-        """Parameters that a module gathers: its own, and those of others from their first use on, with which it reads
-        them (zero/parameter_offload.py, ZeROOrderedDict)."""
+        """Parameters that a module gathers: its own and, once its first forward pass is over, those of other modules
+        that it reads (zero/parameter_offload.py, ZeROOrderedDict)."""
         used = [max(each, ~each) for each in parameters if each >= 0 or self._knows_readers]
         return [each for each in used if each in self.uses]
 
     @property
     def _knows_readers(self) -> bool:
-        """Whether every module's first forward pass is over, which shows the parameters of others that it reads."""
+        """Whether every module's first forward pass is over, which shows which parameters of others it reads."""
         return self.is_traced or self.phase == "backward"
 
     def leave(self, parameters: tuple[int, ...]) -> None:
@@ -566,8 +566,8 @@ class _Stage3(Rank):
                 self._release(each, block)
 
     def _gather(self, parameters: Sequence[int], stream: int) -> None:
-        """Gather tensors: one by itself in its own buffer, several in one, and each is copied out when it is waited
-        for (zero/partition_parameters.py, _all_gather_sequential, _all_gather_dtype)."""
+        """Gather tensors: a single one into its own buffer, several into a shared one, from which each is copied when
+        it is waited for (zero/partition_parameters.py, _all_gather_sequential, _all_gather_dtype)."""
         if not parameters:
             return
         self.live_elements += sum(self.tensors[each] for each in parameters)
@@ -589,7 +589,7 @@ class _Stage3(Rank):
         return self.allocate(size, stream) if self.offloads_parameters else None
 
     def _wait(self, parameters: Iterable[int]) -> None:
-        """Waiting for one tensor copies its whole group; the buffer ends when the last of the group was waited for."""
+        """Waiting for one tensor copies its whole group; the buffer is freed once the last of them was waited for."""
         for each in parameters:
             self.free(self.copies.pop(each, None))
             group = self.group_of.pop(each, None)
@@ -623,8 +623,8 @@ class _Stage3(Rank):
         self.members.append(parameter)
 
     def _reduce(self) -> None:
-        """Reduce the bucket on its stream (zero/stage3.py, __reduce_and_partition_ipg_grads): scattered from a copy,
-        unless a single tensor needs no padding."""
+        """Reduce the bucket on its stream (zero/stage3.py, __reduce_and_partition_ipg_grads): a copy is scattered,
+        unless it is a single tensor that needs no padding."""
         if not self.members:
             return
         if len(self.reductions) > _REDUCTIONS_AHEAD:
@@ -676,8 +676,8 @@ class _Stage3(Rank):
 
 class _Ddp(Rank):
     """torch's DistributedDataParallel (2.13, nn/parallel/distributed.py, csrc/distributed/c10d/reducer.cpp): fp32
-    weights, and buckets that stay, into which each gradient is copied. After the first step they are built again, in
-    the order of the gradients."""
+    weights, and permanent buckets, into which each gradient is copied. After the first step they are rebuilt in the
+    order of the gradients."""
 
     def initialize(self, *, zero_init: bool) -> None:  # noqa: ARG002
         built = [self.allocate(self.element * self.tensors[each]) for each in self.in_order]
@@ -689,10 +689,10 @@ class _Ddp(Rank):
         every = [FP32_BYTES * each for each in self.tensors]
         for size in torch_engines.bucket_sizes(every, torch_engines.DDP_BROADCAST_BYTES):
             self.pulse(size)
-        self.buckets = [self.allocate(sum(sizes))]  # one, while the order of the gradients is not known
+        self.buckets = [self.allocate(sum(sizes))]  # one, while the order of the gradients is unknown
         self.is_rebuilt = False
         self.ready: list[int] = []
-        """Bytes of the gradients in the order in which they are there."""
+        """Bytes of the gradients in the order in which they become ready."""
         self.kept: dict[int, Block | None] = {}
 
     def begin_pass(self, events: Sequence[Event]) -> None:  # noqa: ARG002
@@ -722,8 +722,9 @@ class Fsdp2(Rank):
     """torch's FSDP2 (2.13, distributed/fsdp/_fully_shard, _fsdp_param_group.py, _fsdp_collectives.py). Its groups are
     the blocks, and a root group of all other tensors that stays gathered from forward to the end of backward.
 
-    A group is gathered into one buffer and copied out to its tensors; the buffer ends with the next gather. In backward
-    the group before is gathered ahead. Its gradients are copied into a buffer, which ends with the next one.
+    A group is gathered into one buffer and copied out to its tensors; the buffer is freed at the next gather. In
+    backward, the preceding group is prefetched. A group's gradients are copied into a buffer, which is freed once the
+    next group's exists.
     """
 
     state_bytes = FP32_BYTES

@@ -1,4 +1,4 @@
-"""The allocations of a model's forward and backward pass, which ``worker.trace_allocations`` traced with three layers.
+"""The allocations of a model's forward and backward pass, as ``worker.trace_allocations`` traced them on three layers.
 
 Traces of presets are part of the package (``allocation_traces.json.xz``, written by ``bench/allocation_traces.py``).
 A trace of another model is made once by a child process and kept in the user's cache.
@@ -29,7 +29,7 @@ LAYERS = 3
 _SEGMENTS = (("P", 0), ("F", 0), ("F", 1), ("F", 2), ("H", 0), ("B", 2), ("B", 1), ("B", 0), ("T", 0))
 """Kind and layer of each part of a trace."""
 _MIN_BYTES = 2**16
-"""Smaller storages are left out: together they are far below one segment."""
+"""Smaller storages are left out: together they take far less than one segment."""
 TABLE_NAME = "allocation_traces.json.xz"
 TRACED_RANK = 8191
 """Rank of adapters in a trace. It is prime, and no size of a model is a multiple of it: any rank can take its place."""
@@ -38,23 +38,23 @@ _known: dict[str, dict[str, Any]] = {}
 
 Event = tuple[Any, ...]
 """``(ALLOCATE, storage, bytes)``, ``(FREE, storage)``, ``(GRADIENT, parameter, storage)``, ``(ENTER, parameters)``,
-``(LEAVE, parameters)`` or ``(BACKWARD,)``. ``~parameter`` is one of another module, which is only read."""
+``(LEAVE, parameters)`` or ``(BACKWARD,)``. ``~parameter`` belongs to another module and is only read."""
 Trace = Mapping[str, Any]
 """An answer of ``worker.trace_allocations`` in one number format."""
 
 
 class TraceVariant(NamedTuple):
-    """What else than its sizes, checkpointing and dropout decides what a model allocates."""
+    """The settings, besides sizes, checkpointing and dropout, that decide what a model allocates."""
 
     lora: str | None = None
     freeze: str | None = None
-    """As ``Workload`` has them."""
+    """As in ``Workload``."""
     efficient_linear: bool = False
-    """DeepSpeed's linear layers of stage 3, which also keep the input of a frozen weight."""
+    """DeepSpeed's linear layers for stage 3, which also keep the input of a frozen weight."""
     autocast: bool = False
-    """fp32 weights under torch's autocast in 16 bit."""
+    """fp32 weights under torch's autocast to 16-bit precision."""
     loss: str | None = None
-    """Another loss than the model's own."""
+    """A loss other than the model's own."""
 
 
 USUAL_TRACE = TraceVariant()
@@ -68,7 +68,7 @@ def trace_request(
     dropout: float | None = None,
     variant: TraceVariant = USUAL_TRACE,
 ) -> dict[str, Any]:
-    """Make the request to the child; ``model_profile.request_key`` of it is the key of its answer."""
+    """Make the request to the child; ``model_profile.request_key`` computes the key of the answer from it."""
     request = model_profile.request_for(facts, seq_length, dropout=dropout)
     chosen = {name: value for name, value in variant._asdict().items() if value}
     if variant.lora is not None:
@@ -88,8 +88,9 @@ def find_trace(
 ) -> Trace | None:
     """Return the trace of a model; None if its layers differ, or if it is not in the package and torch is missing.
 
-    The package has presets in 16 bit, as they are. A child process traces everything else, which takes seconds the
-    first time; if not ``starts_child``, only what it has left in the user's cache is found.
+    The package has traces of unmodified presets in 16-bit precision, without adapters and with adapters on all linear
+    modules. A child process traces everything else, which takes seconds the first time; without ``starts_child``, only
+    earlier traces in the user's cache are found.
     """
     request = trace_request(facts, seq_length, checkpointing=checkpointing, dropout=dropout, variant=variant)
     if request.get("whole"):
@@ -102,7 +103,7 @@ def find_trace(
 
 
 def _answer(request: Mapping[str, Any], precision: Precision, starts_child: bool) -> Mapping[str, Any]:
-    """The trace of a request by number format: from the package, the user's cache or a child, once in this process."""
+    """The trace for a request, by number format: from the package, the user's cache or a child, once per process."""
     key = model_profile.request_key(request)
     built_in: Mapping[str, Any] = _built_in().get(key, {})
     if precision in built_in:
@@ -115,7 +116,7 @@ def _answer(request: Mapping[str, Any], precision: Precision, starts_child: bool
         for each, made in zip(requests, answers, strict=True):
             made_key = f"{model_profile.request_key(each)}_{precision}_trace"
             _known[made_key] = made
-            # A model that cannot be traced stays so; a child that was ended may do better next time.
+            # A model that cannot be traced never can be; a child that was terminated may succeed next time.
             if not made.get("ended"):
                 model_profile.cache_answer(made_key, made)
         answer = _known[key]
@@ -125,7 +126,7 @@ def _answer(request: Mapping[str, Any], precision: Precision, starts_child: bool
 
 
 def _requests_of_rows(request: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The request and those that other rows of the same model make: of another stage, or with checkpointing."""
+    """The request, and those of other rows with the same model: at a different stage, or with checkpointing."""
     shared = {name: value for name, value in request.items() if name != "efficient_linear"}
     is_frozen = any(name in request for name in ("lora", "freeze", "efficient_linear"))
     return [
@@ -157,7 +158,7 @@ def _built_in() -> dict[str, Any]:
 
 
 def at_rank(trace: Trace, rank: int) -> Trace:
-    """Return a trace of adapters of ``TRACED_RANK`` with another rank."""
+    """Convert a trace of adapters of rank ``TRACED_RANK`` to a different rank."""
 
     def scaled(size: float) -> float:
         return size if size % TRACED_RANK else size / TRACED_RANK * rank
@@ -168,7 +169,7 @@ def at_rank(trace: Trace, rank: int) -> Trace:
 
 
 def can_extend(trace: Trace) -> bool:
-    """Whether the middle layer can stand for any number of layers: neighbors allocate alike.
+    """Whether the middle layer can represent any number of layers: its neighbors allocate as it does.
 
     Backward through the first layer allocates less if nothing before it is trained.
     """
@@ -181,7 +182,7 @@ def can_extend(trace: Trace) -> bool:
 
 
 def is_of(trace: Trace, profile: ModelProfile) -> bool:
-    """Whether a trace is of a model with these tensors, which trains the same ones of them."""
+    """Whether a trace is of a model that has these tensors and trains the same ones."""
     tensors = trace["tensors"]
     if tuple(tensors["before"] + tensors["layer"] * profile.layers + tensors["after"]) != profile.all_tensors:
         return False
@@ -190,11 +191,11 @@ def is_of(trace: Trace, profile: ModelProfile) -> bool:
 
 
 def full_events(trace: Trace, profile: ModelProfile, batch_size: int, seq_length: int) -> list[Event]:
-    """Return the events of the whole model, whose parameters are numbered as ``profile.all_tensors``.
+    """Return the events of the whole model, whose parameters are numbered as in ``profile.all_tensors``.
 
-    The middle layer is repeated; the first and the last one stand for themselves. Storages are renumbered.
+    The middle layer is repeated, the first and the last one are not. Storages are renumbered.
     """
-    # A trace has the fewest tiles of a loss; further ones of the largest size allocate in the same places.
+    # A trace has a loss's minimum number of tiles; more tiles, each of the largest size, allocate in the same places.
     tiled = min(batch_size * seq_length, MIN_TILES * MAX_TILE_TOKENS)
     sizes = [
         round(evaluate_polynomial({**terms, "t": 0}, batch_size, seq_length) + terms.get("t", 0) * tiled)
@@ -208,7 +209,7 @@ class _Extension:
         self.segments, self.sizes, self.layers = trace["segments"], sizes, layers
         self.before, self.per_layer = len(trace["tensors"]["before"]), len(trace["tensors"]["layer"])
         self.owners: list[tuple[int, int]] = []
-        """Segment and position there of each traced storage."""
+        """Segment of each traced storage, and its position there."""
         counts: list[int] = []
         for number, events in enumerate(self.segments):
             allocated = sum(event[0] == ALLOCATE for event in events)
@@ -254,12 +255,12 @@ class _Extension:
         return group * self.stride + position
 
     def _storages(self, traced: int, segment: int, depth: int) -> list[int]:
-        """Storages of the whole model that a traced one stands for, seen from a segment at a depth."""
+        """Storages of the whole model that a traced one represents, seen from a segment at a depth."""
         owner, position = self.owners[traced]
         kind, layer = _SEGMENTS[owner]
         if kind not in "FB":
             return [self._number(owner, 0, position)]
-        if _SEGMENTS[segment][0] not in "FB" and layer == 1:  # the head and the end free what every layer left
+        if _SEGMENTS[segment][0] not in "FB" and layer == 1:  # the head and the end free what each layer left behind
             return [self._number(owner, each, position) for each in range(1, max(2, self.layers - 1))]
         return [self._number(owner, self._depth(layer, segment, depth), position)]
 

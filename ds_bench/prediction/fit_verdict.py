@@ -15,10 +15,10 @@ DecidingPhase = Literal["initialize", "forward", "backward", "step"]
 FITS, TIGHT, DOES_NOT_FIT, UNKNOWN = "fits", "tight", "does not fit", "not known"
 
 _ALLOCATED_SHARE, _CACHE_BYTES = 1.05, from_gb(6.5)
-"""The rule's estimate of reserved memory: 5 % and 6.5 GB above allocated memory. With it no published configuration
+"""The rule's estimate of reserved memory: 5 % and 6.5 GB above allocated memory. With it, no published configuration
 that ran out of memory is predicted to fit (``bench/published_memory.py``)."""
 VARYING_PERCENT = 100
-"""The rule's upper bound of what varying lengths add: replays of six strategies of Llama-2-7B with 512, 4,096 and
+"""The rule's upper bound on what varying lengths add: replays of six strategies of Llama-2-7B with 512, 4,096 and
 16,384 tokens, with and without checkpointing, reserve up to 91 % more if the length grows by eighths."""
 
 
@@ -31,7 +31,7 @@ class GpuNeed:
     reserved_bytes: int
     """Memory taken on a GPU with room to spare, as nvidia-smi shows it."""
     phase: DecidingPhase
-    """The part of training that needs most; ``initialize`` includes building the model."""
+    """The part of training that needs the most; ``initialize`` includes building the model."""
     method: Literal["rule", "replay"] = "rule"
     """``rule``: allocated memory plus an estimate of the cache. ``replay``: every allocation was replayed."""
     unknowns: tuple[str, ...] = ()
@@ -39,7 +39,7 @@ class GpuNeed:
     is_lower_bound: bool = False
     """Whether an unknown part takes memory that neither figure includes."""
     not_replayed: str | None = None
-    """What kept a row that the rule left open from being replayed; None if it was replayed or needed no replay."""
+    """Why a row that the rule left open was not replayed; None if it was replayed or needed no replay."""
 
     @classmethod
     def by_rule(
@@ -52,7 +52,7 @@ class GpuNeed:
     ) -> GpuNeed:
         """Estimate the need from the peak of allocated memory.
 
-        ``outside_bytes``: outside the allocator. ``kept_bytes``: what a training loop may hold in addition.
+        ``outside_bytes``: memory outside the allocator. ``kept_bytes``: further memory that a training loop may hold.
         """
         reserved = round(_ALLOCATED_SHARE * (allocated_bytes + kept_bytes)) + _CACHE_BYTES
         return cls(

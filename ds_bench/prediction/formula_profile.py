@@ -4,14 +4,14 @@ The formulas count what autograd saves for each kind of module, as ``worker.meas
 itself. Per token, with e bytes per element:
 
 =============== =======================================================================================================
-RMSNorm         its input in fp32 and a reciprocal root; e per element more for a trained weight (Transformers,
+RMSNorm         its input in fp32 and a reciprocal root; e more per element for a trained weight (Transformers,
                 ``LlamaRMSNorm``)
 LayerNorm       its input, mean and reciprocal deviation (aten, ``native_layer_norm``)
-linear layers   the input that some of them share, if a weight of theirs is trained or has an adapter
+linear layers   their input, which some of them share, if one of their weights is trained or has an adapter
 attention       queries, keys, values, output, and fp32 log-sum-exps of each head (FlashAttention 2, section 3.1);
-                of latent attention the scores twice, as keys and values differ in width
+                in latent attention, the scores twice, as keys and values differ in width
 MLP             gated: both halves and the activation of one; then the input of the last layer
-experts         of each that a token uses: permuted input, both halves, activation, product and output
+experts         for each one that a token uses: permuted input, both halves, activation, product and output
 loss            fp32 log-probabilities; at its peak two more tensors of their size
 =============== =======================================================================================================
 """
@@ -38,9 +38,9 @@ _GATES = {"gate_proj", "gate_up_proj", "wi_0"}
 _ATTENTION_OUTPUTS = {"o_proj", "out_proj", "dense", "proj", "o", "c_proj"}
 """Their input is attention's output, which is saved anyway."""
 MIN_TILES, MAX_TILE_TOKENS = 8, 2048
-"""Of the tiled loss: fewest parts, and most tokens of one (``worker.replaced_layers``)."""
+"""Of the tiled loss: minimum number of parts, and maximum number of tokens in one (``worker.replaced_layers``)."""
 _USUAL_TOKENS = 1024
-"""Tokens of a sequence at which the layer that saves most is chosen."""
+"""Sequence length at which the layer that saves the most is chosen."""
 _SORTING_BYTES = 38
 """Indices and weights that Transformers' grouped experts use to sort a token, for each expert that it uses."""
 
@@ -48,9 +48,10 @@ _SORTING_BYTES = 38
 def formula_profile(
     architecture: Architecture, choice: TrainedParameters | None = None, *, image_tokens: int = 0
 ) -> ModelProfile:
-    """Return the profile of a model. ``choice``: what is trained of it; None: all. ``image_tokens``: of one sequence.
+    """Return the profile of a model.
 
-    Raises UsageError if the choice names something that the model does not have, or leaves nothing to train.
+    ``choice``: which parameters are trained; None for all. ``image_tokens``: per sequence. Raises UsageError if the
+    choice names something that the model does not have, or leaves nothing to train.
     """
     tensors, trained = _choose(architecture, choice)
     facts, frozen = architecture.facts, not all(trained)
@@ -73,7 +74,7 @@ def formula_profile(
         before=tuple(before),
         layer=tuple(layer),
         after=tuple(after),
-        # A tied head is taken to be the first tensor, which the tower of a vision-language model is not.
+        # A tied head is assumed to be the first tensor, which in a vision-language model belongs to the tower.
         tied_embeddings=facts.tied_embeddings and architecture.image is None,
         activations=by_format(all_inputs=False),
         stage_3_activations=by_format(all_inputs=True) if frozen else {},
@@ -86,12 +87,12 @@ def formula_profile(
 
 
 def with_loss(profile: ModelProfile, facts: ModelFacts, name: LossName) -> ModelProfile:
-    """Return a profile with a loss different from the model's, whose terms replace the usual ones.
+    """Return a profile with this loss instead of the model's own: its terms replace the usual ones.
 
-    ``tiled`` and ``liger`` keep the gradients of the output layer and of its input; parts of a fixed number of tokens
-    have logits (``worker.replaced_layers``; liger_kernel/ops/fused_linear_cross_entropy.py, whose parts have at most
-    twice tokens x hidden / vocabulary tokens, and which adds up the gradient in fp32). ``chunked`` keeps logits in the
-    number format (deepspeed/runtime/chunked_cross_entropy.py).
+    ``tiled`` and ``liger`` keep the gradients of the output layer and of its input, and compute logits for part of the
+    tokens at a time (``worker.replaced_layers``; liger_kernel/ops/fused_linear_cross_entropy.py, whose parts have at
+    most 2 x tokens x hidden / vocabulary tokens, and which adds up the gradient in fp32). ``chunked`` keeps logits in
+    the number format of training (deepspeed/runtime/chunked_cross_entropy.py).
     """
     if name == "model":
         return profile
@@ -137,7 +138,7 @@ def with_loss(profile: ModelProfile, facts: ModelFacts, name: LossName) -> Model
 
 
 def _choose(architecture: Architecture, choice: TrainedParameters | None) -> tuple[list[Tensor], list[bool]]:
-    """All tensors, adapters after the module that they adapt, and which of them are trained."""
+    """All tensors, each adapter after the module that it adapts, and which of them are trained."""
     tensors = list(architecture.tensors)
     if choice is None:
         return tensors, [True] * len(tensors)
@@ -145,7 +146,7 @@ def _choose(architecture: Architecture, choice: TrainedParameters | None) -> tup
     for pattern in choice.freeze:
         if not any(is_frozen(tensor.name, [pattern]) for tensor in tensors):
             example = next((each.name for each in tensors if each.layer is not None), tensors[0].name)
-            raise UsageError(f"--freeze {pattern}: {name} has no such parameter", remedy=f"names are like {example}")
+            raise UsageError(f"--freeze {pattern}: {name} has no such parameter", remedy=f"a typical name is {example}")
     shapes = {tensor.name: tensor.shape for tensor in tensors}
     chosen: list[tuple[Tensor, bool]] = []
     for tensor in tensors:
@@ -230,7 +231,7 @@ def _activations(
 
 
 def _norm_bytes(width: int, rows: int, stack: Stack, size: int, is_trained: bool) -> int:
-    """Of one token, whose ``width`` elements are normalized in as many ``rows``."""
+    """Bytes saved for one token, whose ``width`` elements are normalized in this many ``rows``."""
     if stack.layer_norm:
         return size * width + 8 * rows
     return FP32_BYTES * (width + rows) + (FP32_BYTES if stack.norm_in_fp32 else size) * width * is_trained
@@ -255,7 +256,7 @@ def _layer_bytes(stack: Stack, tensors: Iterable[tuple[Tensor, bool]], size: int
         saves = is_trained or (all_inputs and len(shape) == 2)
         if len(shape) == 1:
             rows = 1
-            if shape[0] == stack.head_dim != stack.hidden:  # of each head
+            if shape[0] == stack.head_dim != stack.hidden:  # one per head
                 rows = stack.kv_heads if name.startswith("k") else stack.heads
             per_token += _norm_bytes(rows * shape[0], rows, stack, size, is_trained)
         elif len(shape) == 3:
@@ -273,13 +274,13 @@ def _layer_bytes(stack: Stack, tensors: Iterable[tuple[Tensor, bool]], size: int
             if name in _GATES:
                 gated.add(parent)
             if name == "shared_expert_gate":
-                per_token += size * stack.hidden  # what it is multiplied with
+                per_token += size * stack.hidden  # what it is multiplied by
             # Values are a view of the fused projection's output, which then stays as a whole.
             fused = fused or name in ("qkv_proj", "query_key_value", "qkv")
             inputs |= {"mlp" if name in _MLP_INPUTS else parent} if saves else set()
     per_token += size * stack.hidden * sum(not each.endswith(".inner") for each in inputs)
     for parent, inner in mlps.items():
-        # With a gate also the other half and the product's factor; the output of a ReLU is the last layer's input.
+        # With a gate, also the other half and the product's factor; the output of a ReLU is the last layer's input.
         count = stack.inner + 2 * (parent in gated)
         per_token += size * inner * ((count or 1) + (f"{parent}.inner" in inputs) * bool(count))
     queries, scores = stack.heads * stack.head_dim, stack.score_bytes[size == FP32_BYTES]
@@ -293,7 +294,7 @@ def _layer_bytes(stack: Stack, tensors: Iterable[tuple[Tensor, bool]], size: int
 
 
 def _expert_bytes(name: str, shape: tuple[int, ...], stack: Stack, size: int, is_trained: bool) -> float:
-    """Of one token that uses some of the experts, whose weights are one tensor."""
+    """Bytes saved for one token that uses some of the experts, whose weights are one tensor."""
     first = shape[2] == stack.hidden or shape[1] == stack.hidden
     width = (shape[1] if shape[2] == stack.hidden else shape[2]) if first else 0
     if name == "down_proj":

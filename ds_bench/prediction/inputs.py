@@ -36,15 +36,15 @@ class ZeroSettings:
     moment_bytes: int
     """Bytes of an element of a moment: 2 with ``bf16_optimizer_states``, else 4."""
     communication_bytes: int | None
-    """Bytes of an element that is sent; None: as the parameters (engine.py, communication_data_type)."""
+    """Bytes of an element that is sent; None: the same as for the parameters (engine.py, communication_data_type)."""
     autocast: bool
-    """``torch_autocast``: parameters in fp32, and gradients of linear layers sent in 16 bit, the others in fp32."""
+    """``torch_autocast``: parameters in fp32; gradients of linear layers sent in 16-bit precision, others in fp32."""
     efficient_linear: bool
     """At stage 3, DeepSpeed's own linear layers (``memory_efficient_linear``)."""
     secondary_ranks: int
     """At stage 3, ranks among which a second copy of the parameters is split (hpZ); 1 for none."""
     torch_optimizer: bool
-    """Whether torch's optimizer steps on the accelerator, which needs temporaries; else DeepSpeed's fused one."""
+    """Whether torch's optimizer steps on the accelerator, which needs temporaries; if false, DeepSpeed's fused one."""
     fp32_accumulation: bool
     """``data_types.grad_accum_dtype`` is fp32."""
     contiguous_gradients: bool
@@ -52,7 +52,7 @@ class ZeroSettings:
     sends_ranges: bool
     """At stages 1 and 2, whether parts of several ranks are reduced together (stage_1_and_2.py, average_tensor)."""
     round_robin: bool
-    """At stages 1 and 2, parameters are reordered before they are split among the ranks."""
+    """At stages 1 and 2, whether parameters are reordered before they are split among the ranks."""
     reduce_bucket_elements: int
     prefetch_elements: int
     persistence_elements: int
@@ -60,7 +60,7 @@ class ZeroSettings:
     max_live_elements: int
     max_reuse_elements: int
     sub_group_elements: int
-    """At stage 3, elements of the rank's part that are updated at once; 0 for no limit."""
+    """At stage 3, elements of the rank's part that are updated together; 0 for no limit."""
     pin_optimizer: bool
     pin_param: bool
     offload_ratio: float
@@ -70,11 +70,11 @@ class ZeroSettings:
     param_buffers: int
     param_buffer_elements: int
     max_in_cpu_elements: int
-    """Parameters kept in host memory although offloaded to NVMe."""
+    """Elements of parameters kept in host memory although offloaded to NVMe."""
     swap_threshold_bytes: int
     """Smaller tensors are not swapped: the larger of 1 MiB and ``aio.block_size`` (swap_tensor/optimizer_utils.py)."""
     swap_alignment_bytes: int
-    """Swapped tensors are padded to it: 1024 bytes per I/O thread."""
+    """Swapped tensors are padded to multiples of it: 1024 bytes per I/O thread."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ZeroSettings:
@@ -123,25 +123,25 @@ class ZeroSettings:
 
     @property
     def bucket_formats(self) -> int:
-        """Formats of sent gradients; each has its own buckets (torch_autocast.py)."""
+        """Number of formats of sent gradients; each has its own buckets (torch_autocast.py)."""
         return 2 if self.autocast else 1
 
 
 def unpredicted_settings(config: Mapping[str, Any], *, only_more: bool = False) -> list[str]:
-    """Name what a DeepSpeed configuration asks for whose memory the formulas do not know; nothing in most cases.
+    """Name the features in a DeepSpeed configuration whose memory the formulas do not cover; in most cases none.
 
-    ``only_more``: without what takes less memory than predicted.
+    ``only_more``: leave out those that take less memory than predicted.
     """
     zero = block_of(config, "zero_optimization")
-    asked = {
+    features = {
         "ZenFlow's buffers": zero.get("zenflow") is not None,
         "SuperOffload's buffers": bool(block_of(zero, "offload_optimizer").get("super_offload")),
         "the buffers of quantized communication": bool(
             zero.get("zero_quantized_weights") or zero.get("zero_quantized_gradients")
         ),
-        "what Muon saves of Adam's states": optimizer_kind(config) == "muon" and not only_more,
+        "Muon's memory savings over Adam": optimizer_kind(config) == "muon" and not only_more,
     }
-    return [name for name, is_asked in asked.items() if is_asked]
+    return [name for name, is_used in features.items() if is_used]
 
 
 def _number(block: Mapping[str, Any], key: str, default: float) -> int:
@@ -176,7 +176,7 @@ class MemoryInputs:
 
     @property
     def accumulates_apart(self) -> bool:
-        """Whether gradients are accumulated in fp32 in separate tensors, with parameters in 16 bit
+        """Whether gradients are accumulated in fp32 in separate tensors, while parameters are 16-bit
         (stage_1_and_2.py, use_separate_grad_accum)."""
         return self.settings.fp32_accumulation and self.element != FP32_BYTES
 
@@ -187,7 +187,7 @@ class MemoryInputs:
 
     @property
     def bucket_bytes(self) -> int:
-        """Bytes of one element of the buckets of all formats at stage 3, whose formats follow what they send."""
+        """At stage 3, bytes of one element, summed over the buckets of all formats, which are those that are sent."""
         return FP32_BYTES + 2 if self.settings.autocast else self.sent
 
     @property
@@ -198,7 +198,7 @@ class MemoryInputs:
 
     @property
     def torch_step(self) -> int:
-        """Bytes per updated element of the square root that torch's multi-tensor Adam takes (torch/optim/adam.py)."""
+        """Bytes per updated element of the square root in torch's multi-tensor Adam (torch/optim/adam.py)."""
         on_gpu = self.accelerator == "cuda" and not self.settings.offload_optimizer
         return self.settings.moment_bytes if on_gpu and self.settings.torch_optimizer else 0
 
@@ -209,13 +209,12 @@ without activations; and ``initialize`` where ``deepspeed.initialize`` may need 
 
 
 def times_sent(configuration: Configuration, parameters: int, grad_accum: int) -> tuple[int, int]:
-    """How often an optimizer step sends all parameters, and those that are trained or their gradients.
+    """How often an optimizer step sends all parameters, and how often the trained ones or their gradients.
 
-    Together, without accumulation 2, 2, 2, 3 at stages 0 to 3 in the paper (Rajbhandari et al., ZeRO, section 7).
-    DeepSpeed 0.19.8 differs, as measured: at stages 1 and 2 it all-reduces whole buckets, twice the
-    volume of a reduce-scatter, unless ``use_multi_rank_bucket_allreduce`` is off (zero/stage_1_and_2.py,
-    average_tensor); at stage 3 it keeps gathered parameters for the backward pass up to
-    ``stage3_max_live_parameters``.
+    In the paper, the sum without accumulation is 2, 2, 2, 3 at stages 0 to 3 (Rajbhandari et al., ZeRO, section 7).
+    DeepSpeed 0.19.8 was measured to differ: at stages 1 and 2 it all-reduces whole buckets, twice the volume of a
+    reduce-scatter, unless ``use_multi_rank_bucket_allreduce`` is off (zero/stage_1_and_2.py, average_tensor); at
+    stage 3 it keeps gathered parameters for the backward pass up to ``stage3_max_live_parameters``.
 
     DeepSpeed reduces gradients once per optimizer step at stages 0 and 1, and after every micro-batch at 2 and 3; DDP
     and FSDP2 once.

@@ -33,7 +33,7 @@ _LEFT_OUT = ("model_type", "transformers_version", "architectures")
 _STEP = 16
 """Distance between the sequence lengths that the child measures."""
 COUNTING_SECONDS = 240
-"""Time after which the child process is ended; its answers so far are used."""
+"""Time after which the child process is terminated; its answers so far are used."""
 _MAX_CODE_BYTES = 2**26
 """Largest total size of a folder's JSON and Python files; results of a larger folder are not cached."""
 _SOME_DROPOUT = 0.1
@@ -58,7 +58,7 @@ class Variant(NamedTuple):
     loss: LossName = "model"
     """``Workload.loss``."""
     autocast: bool = False
-    """fp32 weights under ``torch.autocast`` to 16 bits."""
+    """fp32 weights under ``torch.autocast`` to 16-bit precision."""
     tiled_mlp: bool = False
     """``Workload.tiled_mlp``."""
 
@@ -67,14 +67,14 @@ USUAL = Variant()
 
 
 def measured_attention(name: str | None) -> str | None:
-    """Return the attention to measure: flash attention runs only on a GPU, and keeps what torch's fused one keeps."""
+    """Return the attention to measure: flash attention runs only on a GPU, and keeps what torch's fused one does."""
     return "sdpa" if name is not None and name.startswith("flash") else name
 
 
 def variant_of(workload: Workload, ds_config: Mapping[str, Any], engine: Engine = "deepspeed") -> Variant:
     """Return the variant that a workload trains with a DeepSpeed configuration.
 
-    DDP in 16 bit runs under autocast, and so does DeepSpeed with ``torch_autocast``.
+    DDP in 16-bit precision runs under autocast, and so does DeepSpeed with ``torch_autocast``.
     """
     blocks = ("bf16", "fp16") if engine == "ddp" else ("torch_autocast",)
     return Variant(
@@ -117,7 +117,7 @@ def evaluate_polynomial(terms: Mapping[str, float], batch_size: int, seq_length:
 class Activations:
     """Bytes saved for backward in one number format on one kind of accelerator.
 
-    The mask of a dropout takes one byte per element on CUDA, an element of the number format on the CPU. Fused
+    A dropout mask takes one byte per element on CUDA, and a full element of the number format on the CPU. Fused
     attention saves no scores, except on the CPU with attention dropout.
     """
 
@@ -126,11 +126,11 @@ class Activations:
     loss: Polynomial
     """Peak without checkpointing until backward leaves the loss: ``plain`` and the logits' temporaries."""
     loss_limit: Polynomial | None = None
-    """Upper bound of that peak for a loss that is computed in parts of limited size."""
+    """Upper bound on that peak for a loss that is computed in parts of limited size."""
     checkpointed: Polynomial | None = None
     """``plain`` with activation checkpointing of every layer; None for a model without it."""
     largest_layer: Polynomial | None = None
-    """Bytes of the layer that saves most; None if all layers are alike."""
+    """Bytes of the layer that saves the most; None if all layers are alike."""
 
     def loss_bytes(self, layers: int, batch_size: int, seq_length: int) -> int:
         """Return the peak until backward leaves the loss."""
@@ -173,9 +173,9 @@ class ModelProfile:
     facts: ModelFacts | None = field(default=None, compare=False)
     """The architecture, whose allocations can be traced; None if only its sizes are known."""
     stage_3_activations: Mapping[str, Activations] = field(default_factory=dict, hash=False)
-    """The same with DeepSpeed's memory-efficient linear layers, if they keep more: only with frozen parameters."""
+    """Activations with DeepSpeed's memory-efficient linear layers, if these keep more: only with frozen parameters."""
     variants: Mapping[Variant, ModelProfile] = field(default_factory=dict, hash=False)
-    """The same model with other activations: another attention implementation or loss."""
+    """The same model with different activations, such as those of a different attention implementation or loss."""
 
     @property
     def tensors(self) -> tuple[int, ...]:
@@ -214,7 +214,7 @@ class ModelProfile:
 
     @property
     def trains_tied_embeddings(self) -> bool:
-        """Whether input embedding and LM head are one tensor, and that is trained."""
+        """Whether input embedding and LM head are one tensor, and it is trained."""
         return self.tied_embeddings and not any(position == 0 for position, _ in self.frozen)
 
     def for_variant(self, variant: Variant) -> ModelProfile:
@@ -240,7 +240,7 @@ class ModelProfile:
     def from_answer(cls, name: str, layers: int, tied: bool, answer: Mapping[str, Any]) -> ModelProfile:
         """Make a profile from an answer of ``worker.measure_activations``, which may override ``layers`` and ``tied``.
 
-        Raises KeyError or TypeError for an answer of another form.
+        Raises KeyError or TypeError for an answer in a different form.
         """
         formats, stage_3_formats = (
             {
@@ -276,15 +276,16 @@ def find_profile(
     """Return the profile of a model whose parameter count is known; a preset's is part of the package.
 
     Any other is measured by a child process, with two layers unless they are of several kinds, and cached.
-    ``dropout``: None for the model's own. Raises UsageError if it cannot be measured, or has another parameter count.
+    ``dropout``: None for the model's own. Raises UsageError if it cannot be measured, or its parameter count differs.
     """
     request = request_for(facts, seq_length, accelerator=accelerator, dropout=dropout, variant=variant)
     key = request_key(request)
     answer = _built_in().get(key) or cached_answer(key) or _measure(facts.name, request, key)
     profile = ModelProfile.from_answer(facts.name, facts.layers, facts.tied_embeddings, answer)
-    # One number is computed, the other is the built model's: if they differ, the profile is of another model.
+    # One number is computed, the other is the built model's: if they differ, the profile is of a different model.
     if profile.parameters != facts.parameters:
-        raise UsageError(f"{facts.name} was counted as {facts.parameters} parameters and built as {profile.parameters}")
+        problem = f"{facts.name} should have {facts.parameters} parameters, but was built with {profile.parameters}"
+        raise UsageError(problem)
     width = facts.attention_heads * facts.head_dim
     return replace(profile, attention_width=width, vocabulary_size=facts.vocabulary_size, facts=facts)
 
@@ -332,7 +333,7 @@ def measure_profile(
 
 
 def _hash_code(path: str) -> str | None:
-    """Return a hash of the files that build a folder's model; None for anything but a folder with such files."""
+    """Return a hash of the files that build a folder's model; None if there are none, or if they are too large."""
     files = [file for file in sorted(Path(path).glob("*")) if file.suffix in (".json", ".py") and file.is_file()]
     if not files or sum(file.stat().st_size for file in files) > _MAX_CODE_BYTES:
         return None
@@ -347,7 +348,7 @@ def _variant_request(variant: Variant, accelerator: Accelerator) -> dict[str, An
     """Return the part of a request that describes a variant; empty for the usual one."""
     usual = USUAL._asdict()
     named = {name: value for name, value in variant._asdict().items() if value != usual[name]}
-    # On CUDA, DeepSpeed's chunked loss has another kernel and autocast has other rules.
+    # On CUDA, DeepSpeed's chunked loss uses a different kernel, and autocast follows different rules.
     return named if variant.loss == "model" and not variant.autocast else {**named, "accelerator": accelerator}
 
 
@@ -359,7 +360,7 @@ def request_for(
     dropout: float | None = None,
     variant: Variant = USUAL,
 ) -> dict[str, Any]:
-    """Make the request to the child, the same for models that differ only in depth or in a dropout above 0."""
+    """Make the request to the child; it is the same for models that differ only in depth or in a dropout above 0."""
     window = sliding_window(facts)
     # From the window on, attention has a mask: all lengths must be on the run's side of it.
     start = window if window is not None and seq_length >= window else _STEP
@@ -384,14 +385,14 @@ def request_for(
 
 
 def stored_lengths(facts: ModelFacts) -> tuple[int, ...]:
-    """Return a length for each answer that the package's tables need: below the sliding window, and the window if the
-    model has sequences that long."""
+    """Return a length for each answer that the package's tables need: one below the sliding window, and the window
+    itself if the model allows sequences that long."""
     window = sliding_window(facts)
     return (1, window) if window and window < (facts.max_positions or 0) else (1,)
 
 
 def sliding_window(facts: ModelFacts) -> int | None:
-    """Return the shortest sequence with an explicit attention mask, which grows with its square; None without one."""
+    """Return the shortest length with an explicit attention mask, which grows with its square; None without one."""
     window = facts.config.get("sliding_window")
     used = facts.config.get("use_sliding_window", facts.model_type in _WINDOWED)
     return int(window) if used and isinstance(window, int) else None
@@ -417,8 +418,8 @@ def _cache_file(key: str) -> Path:
 
 @cache
 def _code_version() -> str:
-    """Name what decides an answer: the versions of the libraries, which may build other layers or save other tensors
-    for backward, and a hash of our own code and traces."""
+    """Name everything that an answer depends on: the versions of the libraries, which may build different layers or
+    save different tensors for backward, and a hash of our own code and traces."""
     versions = [f"{name}{installed_version(name) or ''}" for name in ("torch", "transformers", "deepspeed", "peft")]
     folders = (Path(__file__).parents[1] / name for name in ("config", "prediction", "worker"))
     files = [file for folder in folders for file in sorted(folder.glob("*")) if file.suffix in (".py", ".xz")]
@@ -427,7 +428,7 @@ def _code_version() -> str:
 
 def cached_answer(key: str) -> dict[str, Any] | None:
     """Return the answer of an earlier child from the user's cache."""
-    # RuntimeError: Path.home() of a user without a home folder.
+    # RuntimeError: from Path.home() for a user without a home folder.
     with contextlib.suppress(OSError, ValueError, RuntimeError):
         return dict(json.loads(_cache_file(key).read_text(encoding="utf-8")))
     return None
@@ -439,7 +440,7 @@ def _measure(
     """Return the child's answer, and cache it under ``key`` if it is complete."""
     if missing := missing_packages(MODEL_PACKAGES):
         problem = f"counting its activations needs {' and '.join(missing)}: {install_command()}"
-        raise UsageError(problem, remedy="take a preset as it is: its activations are part of ds_bench")
+        raise UsageError(problem, remedy="use an unmodified preset: its activations are part of ds_bench")
     (answer,) = measure_profiles([request], environment=environment)
     if "tensors" not in answer:
         raise UsageError(
@@ -464,7 +465,7 @@ def measure_profiles(
     timeout_seconds: float = COUNTING_SECONDS,
     environment: Mapping[str, str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return the answers of ``worker.measure_activations`` in order; its ``error`` says what could not be measured."""
+    """Return the answers of ``worker.measure_activations`` in order; an ``error`` says what could not be measured."""
     reply = run_tool(
         "worker.measure_activations",
         environment={**(environment or {}), "CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error"},
@@ -473,7 +474,7 @@ def measure_profiles(
     )
     answers = [each for each in reply.objects if not each.get("partial")]
     if len(answers) < len(requests):
-        # A partial answer, about the model that it was measuring when it ended or ran out of time.
+        # A partial answer, about the model that the process was measuring when it ended or timed out.
         last = reply.objects[-1] if reply.objects else {}
         error = f"the measuring process {reply.ending}"
         answers.append({**(last.get("partial") or {}), "error": error})

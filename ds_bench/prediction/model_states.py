@@ -1,18 +1,19 @@
 """Computes model states: the bytes of parameters, gradients and optimizer states that a configuration keeps per rank.
 
-Written from DeepSpeed 0.19.8; the paths are below its ``runtime/``. With AdamW, gradients accumulated in the number
-format of the parameters (``engine.py``, get_data_types). Not here: DeepSpeed's own buffers, gathered parameters and
-what a step needs on top (``stages_0_to_2``, ``stage_3``).
+Based on DeepSpeed 0.19.8; paths are relative to its ``runtime/``. Assumes AdamW, and gradients accumulated in the
+number format of the parameters (``engine.py``, get_data_types). Not included: DeepSpeed's own buffers, gathered
+parameters and what a step needs on top (``stages_0_to_2``, ``stage_3``).
 
 ====== ================================================================================================================
 stage  source
 ====== ================================================================================================================
-0      fp32: only torch's optimizer, which keeps no second copy (``engine.py``, _do_optimizer_sanity_check). 16 bit:
+0      fp32: only torch's optimizer, which keeps no second copy (``engine.py``, _do_optimizer_sanity_check). 16-bit:
        an fp32 master of everything (``fp16/unfused_optimizer.py``, ``fp16/fused_optimizer.py``, __init__)
-1, 2   the flat parameters are padded to twice the ranks (``zero/stage_1_and_2.py``, nccl_start_alignment_factor); each
-       rank clones its part as fp32 master, in fp32 training as well (single_partition_of_fp32_groups)
-3      every tensor is padded to the ranks by itself (``zero/partition_parameters.py``, _padding_size); the master is
-       a copy in fp32 training as well, since ``tensor.device == self.device`` compares a device with a string
+1, 2   the flat parameters are padded to a multiple of twice the ranks (``zero/stage_1_and_2.py``,
+       nccl_start_alignment_factor); each rank clones its part as the fp32 master, even in fp32 training
+       (single_partition_of_fp32_groups)
+3      each tensor is padded to a multiple of the ranks (``zero/partition_parameters.py``, _padding_size); the master
+       is a copy even in fp32 training, since ``tensor.device == self.device`` compares a device with a string
        (``zero/stage3.py``, _create_fp32_partitions)
 ====== ================================================================================================================
 """
@@ -33,7 +34,7 @@ MOMENTS = {"adam": 2, "adamw": 2, "lion": 1, "adagrad": 1, "sgd": 0}
 
 
 class LedgerBuilder:
-    """Sums bytes by tier and category to a ledger."""
+    """Sums bytes by tier and category into a ledger."""
 
     def __init__(self, start: Ledger | None = None) -> None:
         self.ledger: Ledger = {tier: dict(row) for tier, row in (start or {}).items()}
@@ -78,22 +79,22 @@ def flat_elements(parameters: int, data_parallel_size: int) -> int:
 
 
 def partition_elements(tensors: Iterable[int], data_parallel_size: int) -> int:
-    """Return the elements that one rank holds at stage 3, where every tensor is padded to the ranks by itself."""
+    """Return the elements that one rank holds at stage 3, where each tensor is padded to a multiple of the ranks."""
     return sum(-(-elements // data_parallel_size) for elements in tensors)
 
 
 def model_states(
     parameters: int, data_parallel_size: int, configuration: Configuration, precision: Precision
 ) -> Ledger:
-    """Return the bytes per rank between steps, with the gradients as large as they are when they exist.
+    """Return the bytes per rank between steps, plus the gradients at the size that they have while they exist.
 
-    ``parameters``: elements of the whole model, computed as one tensor. Stage 3 pads every tensor, which adds less than
-    one element per tensor and rank. Tiers that hold nothing are left out. Optimizer offload keeps an fp32 gradient of
-    the rank's part for good (initialize_optimizer_states of both), stage 3 also the accumulated one
-    (grad_partitions_flat_buffer); stage 1 keeps every gradient on the GPU until the last is there.
+    ``parameters``: elements of the whole model, treated as one tensor. Stage 3 pads every tensor, which adds less than
+    one element per tensor and rank. Tiers that hold nothing are left out. Optimizer offload permanently keeps an
+    fp32 gradient of the rank's part (initialize_optimizer_states in both files), and at stage 3 also the accumulated
+    one (grad_partitions_flat_buffer); stage 1 keeps every gradient on the GPU until the last one exists.
     """
     if configuration.is_reference:
-        # Of the two engines DDP has stage 0 and splits nothing, FSDP2 stage 3. Both keep fp32 in every precision.
+        # DDP has stage 0 and splits nothing, FSDP2 has stage 3. Both keep everything in fp32, whatever the precision.
         held = parameters if configuration.stage == 0 else -(-parameters // data_parallel_size)
         sizes = {"parameters": 1, "gradients": 1, "optimizer_states": MOMENTS["adamw"]}
         return {"gpu": {category: FP32_BYTES * copies * held for category, copies in sizes.items()}}
@@ -118,7 +119,7 @@ def model_states(
             builder.add("gpu", "gradients", size * parameters)
         if stage == 3:
             builder.add("cpu", "gradients", size * part)
-    # fp32 master copy and two Adam moments; at stage 0 in fp32 no copy.
+    # fp32 master copy and two Adam moments; no copy at stage 0 in fp32.
     copies = MOMENTS["adamw"] + (stage > 0 or precision != "fp32")
     builder.add(home, "optimizer_states", FP32_BYTES * copies * part)
     return builder.ledger

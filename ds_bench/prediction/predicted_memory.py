@@ -1,4 +1,4 @@
-"""Predicts, without running anything, how many bytes a trial takes per GPU, per node's host memory and on NVMe.
+"""Predicts, without running anything, how many bytes a trial takes per GPU, in each node's host memory and on NVMe.
 
 Model states and DeepSpeed's buffers follow DeepSpeed's code (``stages_0_to_2``, ``stage_3``). Activations come from the
 profile of the model (``model_profile``), measured or by formula. Two terms are assumptions: the memory of the CUDA
@@ -30,16 +30,16 @@ from .model_states import FP32_BYTES, Ledger, LedgerBuilder, plus
 from .torch_allocators import largest_rounded_bytes
 
 CONTEXT_BYTES = from_gb(0.3)
-"""Assumed per GPU: CUDA context and kernels, outside torch's allocator, where kernels are loaded when first used (CUDA
-11.7 and later; pytorch/pytorch#107667, #86509: 274 MiB)."""
+"""Assumed per GPU: CUDA context and kernels, outside torch's allocator, with kernels loaded on first use (CUDA 11.7
+and later; pytorch/pytorch#107667, #86509: 274 MiB)."""
 WORKSPACES = 2
-"""Workspaces of cuBLAS in torch's allocator: one for the thread of the forward pass and one for the backward pass
-(aten/src/ATen/cuda/CublasHandlePool.cpp)."""
+"""Workspaces of cuBLAS in torch's allocator: one for the thread of the forward pass and one for that of the backward
+pass (aten/src/ATen/cuda/CublasHandlePool.cpp)."""
 _WORKSPACE_BYTES, _HOPPER_WORKSPACE_BYTES = 8_519_680, 32 * 2**20
 """Bytes of one workspace: 8.125 MiB, but 32 MiB on GPUs of compute capability 9."""
 NCCL_PAIR_BYTES, NCCL_BYTES = 544 * 2**20, 688 * 2**20
 """Assumed per GPU and NCCL communicator of two ranks, and of more: channels and buffers, measured on A100 with NVLink
-(NVIDIA/nccl#964). It depends on the links and on NCCL's version."""
+(NVIDIA/nccl#964). They depend on the links and on NCCL's version."""
 NCCL_RANGE_BYTES = NCCL_PAIR_BYTES, from_gb(1.6)
 """Range that users have reported per communicator (NVIDIA/nccl#964, #864)."""
 PROCESS_BYTES = from_gb(1.5)
@@ -76,7 +76,7 @@ UNCOUNTED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """Another configuration of the same work: the memory it leads to, whatever the machine has."""
+    """A different configuration for the same work, and the memory that it would take, whatever the machine has."""
 
     settings: Mapping[str, Any]
     """What changes (``what_if.Settings``)."""
@@ -93,7 +93,7 @@ class Alternative:
 
     @property
     def least_gpu_bytes(self) -> int:
-        """The least GPU that it runs in; 0 on the CPU accelerator."""
+        """Memory of the smallest GPU that it runs on; 0 on the CPU accelerator."""
         return self.gpu_bytes if self.need is None else self.need.least_bytes
 
 
@@ -113,7 +113,7 @@ class Saving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """The predicted memory of one trial, of the rank with the most."""
+    """The predicted memory of one trial, on the rank with the most."""
 
     gpu: Mapping[str, int]
     """Category → bytes per GPU at its fullest moment; empty on the CPU accelerator."""
@@ -124,7 +124,7 @@ class Prediction:
     phase: str
     """The fullest moment on the GPU (of host memory on the CPU accelerator): ``loss`` (all activations, logits and
     their temporaries), ``enter`` and ``leave`` (backward at the last and at the first layer), ``reduce``, ``flatten``,
-    ``update``, or before the first step ``build``, where every rank builds the model whole, and ``initialize``."""
+    ``update`` or, before the first step, ``build`` (every rank builds the whole model) and ``initialize``."""
     ledger: Mapping[str, Mapping[str, int]]
     """Tier → category → bytes of one rank, comparable with ``RankMeasurement.ledger``."""
     unknown: str | None = None
@@ -139,8 +139,8 @@ class Prediction:
     need: GpuNeed | None = None
     """What decides whether a GPU is large enough; None on the CPU accelerator, and in older records."""
     terms: Mapping[str, int] = field(default_factory=dict)
-    """Term → bytes per GPU at the moment that has it, of terms that are part of a category: ``initialize_clone``,
-    ``kept_logits``, ``attention_gradient``, ``square_roots``, ``workspaces``, ``context``, ``nccl``."""
+    """Parts of categories: term → bytes per GPU at the moment when it exists. ``initialize_clone``, ``kept_logits``,
+    ``attention_gradient``, ``square_roots``, ``workspaces``, ``context``, ``nccl``."""
 
     @property
     def gpu_bytes(self) -> int:
@@ -149,14 +149,14 @@ class Prediction:
 
     @property
     def gpu_need(self) -> GpuNeed:
-        """``need``; of an older record by the rule."""
+        """``need``; for an older record, estimated by the rule."""
         outside = self.gpu.get("overhead", 0)
         phase = _DECIDING_PHASES.get(self.phase, "step")
         return self.need or GpuNeed.by_rule(self.gpu_bytes - outside, outside, phase)
 
     @property
     def least_gpu_bytes(self) -> int:
-        """The least GPU that the trial runs in; 0 on the CPU accelerator."""
+        """Memory of the smallest GPU that the trial runs on; 0 on the CPU accelerator."""
         return self.gpu_need.least_bytes if self.gpu else 0
 
     @property
@@ -179,7 +179,7 @@ class Prediction:
         return {"gpu": self.gpu, "cpu": self.host, "nvme": self.nvme}[tier]
 
     def biggest_in(self, tier: str) -> tuple[str, int]:
-        """Return the category that takes most of the ``gpu`` or of the ``host``, and its bytes."""
+        """Return the category that takes the most ``gpu`` or ``host`` memory, and its bytes."""
         row = self.gpu if tier == "gpu" else self.host
         return max(row.items(), key=lambda item: item[1])
 
@@ -190,10 +190,10 @@ class Prediction:
         return tuple(tier for tier, found in alone.items() if found == verdict != FITS)
 
     def verdict(self, gpu_capacity_bytes: int | None, host_capacity_bytes: int | None = None) -> str:
-        """Return ``fits``, ``tight`` or ``does not fit``, by the worse of the two; None means no limit.
+        """Return ``fits``, ``tight`` or ``does not fit``, whichever is worse for GPU and host; None means no limit.
 
-        Of a GPU as ``GpuNeed.verdict``; host memory is tight above 90 %. ``not known`` if the known part would fit, and
-        another part is unknown.
+        The GPU is judged by ``GpuNeed.verdict``; host memory is tight above 90 %. The verdict is ``not known`` if the
+        known part would fit, but another part is unknown.
         """
         found = FITS
         if gpu_capacity_bytes is not None and self.gpu:
@@ -223,16 +223,16 @@ def predict(
 ) -> Prediction:
     """Predict the memory of a trial. Micro-batch, accumulation and precision of ``ds_config`` override the workload's.
 
-    ``ranks_per_node``: None if all ranks are on one node. ``loads_weights``: the model is loaded by
-    ``from_pretrained``, into host memory: by every rank, with zero.Init only by rank 0 (Transformers,
-    ``modeling_utils.py``, ``_load_pretrained_model``).
+    ``ranks_per_node``: None if all ranks are on one node. ``loads_weights``: ``from_pretrained`` loads the model into
+    host memory, on every rank; with zero.Init, only on rank 0 (Transformers, ``modeling_utils.py``,
+    ``_load_pretrained_model``).
     """
     inputs = inputs_of(profile, workload, placement, ds_config, engine)
     sizes = _activations(inputs, workload, ds_config)
     moments = _moments(inputs, sizes)
     start = moments.pop("initialize", None)
     tier = "cpu" if placement.accelerator == "cpu" else "gpu"
-    if tier == "cpu":  # the CPU accelerator has in host memory what a GPU would hold
+    if tier == "cpu":  # the CPU accelerator holds in host memory what a GPU would hold
         for name, ledger in moments.items():
             builder = LedgerBuilder({each: row for each, row in ledger.items() if each != "gpu"})
             for category, size in ledger.get("gpu", {}).items():
@@ -252,7 +252,7 @@ def predict(
     ]
     ledger, in_step = largest_by_category(*counted), fullest_moment()
     if inputs.settings.stage == 3 and engine == "deepspeed" and not workload.zero_init:
-        # The whole model in every rank's host memory, and whole on its GPU before it is split.
+        # Every rank has the whole model in host memory, and on its GPU before it is split.
         whole = inputs.element * inputs.profile.all_parameters
         moments["build"] = {each: {"parameters": whole} for each in dict.fromkeys((tier, "cpu"))}
     elif tier == "gpu" and start is not None:
@@ -311,8 +311,8 @@ def predict(
 def inputs_of(
     profile: ModelProfile, workload: Workload, placement: Placement, ds_config: Mapping[str, Any], engine: Engine
 ) -> MemoryInputs:
-    """Return what decides the memory of one rank; see ``predict``."""
-    # Under torch_autocast parameters are in fp32, whatever the workload trains in.
+    """Return the inputs that decide the memory of one rank; see ``predict``."""
+    # Under torch_autocast, parameters are in fp32, whatever the workload's precision.
     blocks = {name: block_of(ds_config, name) for name in ("bf16", "fp16") if name in ds_config}
     return MemoryInputs(
         profile=profile.for_variant(variant_of(workload, ds_config, engine)),
@@ -358,16 +358,16 @@ class _Activations:
     """Bytes of the activations of one micro-batch on one rank; 0 if they are not known."""
 
     saved: int = 0
-    """For the backward pass, with or without checkpointing, as the workload trains."""
+    """Saved for the backward pass, with or without checkpointing, depending on the workload."""
     logits_and_loss: int = 0
     layers: int = 0
-    """The part of ``saved`` that the layers hold while backward runs through the last of them."""
+    """Held by the layers while backward runs through the last of them, including what is recomputed there."""
     one_layer: int = 0
-    """Of one layer without checkpointing: what exists while a layer is recomputed, or the first is left."""
+    """One layer without checkpointing: what exists while a layer is recomputed, or while backward leaves the first."""
     kept_logits: int = 0
-    """The logits in 16 bit, if the training loop holds the model's output object while backward runs."""
+    """The logits in 16-bit precision, if the training loop holds the model's output object while backward runs."""
     attention_gradient: int = 0
-    """The query's gradient in fp32, which flash attention's backward pass sums up for one layer, on GPUs (Dao,
+    """The query's gradient in fp32, which flash attention's backward pass accumulates for one layer, on GPUs (Dao,
     FlashAttention-2, algorithm 2; csrc/flash_attn/flash_api.cpp, ``dq_accum``)."""
     unknown: str | None = None
 
@@ -379,7 +379,7 @@ def _activations(inputs: MemoryInputs, workload: Workload, ds_config: Mapping[st
         return _Activations(unknown="the compiler decides what a compiled model keeps for its backward pass")
     on_deepspeed = inputs.engine == "deepspeed"
     if inputs.settings.autocast and inputs.settings.stage == 3 and on_deepspeed:
-        return _Activations(unknown="torch_autocast at stage 3 gathers 16-bit weights, which was not measured")
+        return _Activations(unknown="torch_autocast at stage 3 gathers 16-bit weights, which has not been measured")
     efficient_linear = inputs.settings.efficient_linear and on_deepspeed
     measured = inputs.profile.activations_in(inputs.precision, efficient_linear=efficient_linear)
     if measured is None:
@@ -416,10 +416,10 @@ def _phases(inputs: MemoryInputs, _rounded_bytes: float) -> Phases:
 
 
 def _moments(inputs: MemoryInputs, sizes: _Activations) -> dict[str, Ledger]:
-    """Return the phases of DeepSpeed's memory with the activations that exist at the same time."""
+    """Return the ledger at each moment: DeepSpeed's memory, and the activations that exist at the same time."""
     profile, stage, bare = inputs.profile, inputs.settings.stage, _phases(inputs, largest_rounded_bytes())
     if stage != 3 and inputs.engine != "fsdp2":
-        # Every rank holds parameters that are not trained whole; DDP's weights are fp32 in every precision.
+        # Every rank holds all untrained parameters; DDP's weights are fp32 in every precision.
         frozen = (inputs.element if inputs.engine == "deepspeed" else FP32_BYTES) * profile.frozen_parameters
         bare = {name: plus(ledger, parameters=frozen) for name, ledger in bare.items()}
     queries = {"attention_gradient": sizes.attention_gradient}
@@ -428,9 +428,9 @@ def _moments(inputs: MemoryInputs, sizes: _Activations) -> dict[str, Ledger]:
         return {"loss": loss}
     enter = bare["backward"]
     if stage < 2 and inputs.engine == "deepspeed":
-        # As backward enters the last layer, the LM head's gradient is the only one, or, of a later micro-batch, a
+        # When backward enters the last layer, the LM head's gradient is the only one or, in a later micro-batch, a
         # second one until it is added to the first. A tied LM head is listed as the embedding, which comes first.
-        # Where gradients are reduced meanwhile, it goes into a bucket.
+        # Where gradients are reduced during backward, it goes into a bucket.
         head = inputs.element * profile.tensors[0 if profile.trains_tied_embeddings else -1]
         buckets = bare["backward"].get("gpu", {}).get("deepspeed_buffers", 0)
         stays = inputs.grad_accum == 1 and not stages_0_to_2.reduces_meanwhile(inputs)

@@ -1,4 +1,4 @@
-"""Narrows the need of a GPU by a replay of the trial's allocations, where the rule leaves a verdict open.
+"""Narrows down a trial's need for GPU memory by replaying its allocations, where the rule leaves a verdict open.
 
 The rule (``GpuNeed.by_rule``) decides clear rows, far from the GPU's memory. A row near it is replayed, which takes a
 fraction of a second.
@@ -23,21 +23,21 @@ from .torch_allocators import allocator_options
 ReplayMode = Literal["near", "never", "always"]
 """Which rows are replayed: those near the GPU's memory, none, or all."""
 ChildTraces = Literal["none", "usual", "all"]
-"""What a child process may trace if neither the package nor the user's cache has it: nothing, what rows usually train,
-or what only references and remedies train too."""
+"""Which traces a child process may make if neither the package nor the user's cache has them: none, those that rows
+usually need, or also those that only references and remedies need."""
 _SMALLER_LEAST, _LARGER_RESERVED = 0.8, 1.3
-"""Factors of the rule's figures between which a GPU is near a trial. Replays of eight strategies of Llama-3.1-8B and
-GPT-2 (2 and 8 GPUs, 512 and 4,096 tokens, with and without checkpointing) need 0.81 to 1.21 times the rule's least
-memory and reserve up to 1.26 times its estimate."""
+"""Multiples of the rule's figures between which a GPU is near a trial's need. Replays of eight strategies of
+Llama-3.1-8B and GPT-2 (2 and 8 GPUs, 512 and 4,096 tokens, with and without checkpointing) need 0.81 to 1.21 times the
+rule's least memory and reserve up to 1.26 times its estimate."""
 _LENGTHS = 8
-"""Steps of equally growing length that stand for varying lengths, the longest included: a longer sequence finds no
-cached block that is large enough, so that this order reserves much."""
+"""Number of steps, growing evenly up to the longest, that represent varying lengths: no cached block is large enough
+for a longer sequence, so this order reserves a lot."""
 
 AUTOCAST, TILED_LOSS = "DDP under autocast", "the tiled loss"
-"""What is traced on demand only: references and remedies train it, and a trace takes a child process some seconds."""
+"""Traced only on demand: just references and remedies use them, and a trace takes a child process some seconds."""
 
 UNPREDICTABLE = (ValueError, KeyError, TypeError, ZeroDivisionError)
-"""What a prediction raises for a configuration that the formulas do not know."""
+"""Errors that a prediction raises for a configuration that the formulas do not cover."""
 
 
 def predict_trial(
@@ -73,12 +73,12 @@ def predict_near(
     variables: Mapping[str, str] | None = None,
     child_traces: ChildTraces = "usual",
 ) -> Prediction:
-    """Predict as ``predict`` does, and replay the trial if ``mode`` asks for it and there is a trace or can be one.
+    """Predict as ``predict`` does, and replay the trial if ``mode`` asks for it and a trace exists or can be made.
 
-    ``gpu_capacity_bytes``: the GPU that the verdict is about; None if it is not known, which replays nothing unless
-    ``mode`` is ``always``. ``varying_lengths``: whether the workload's sequence length is only the largest.
-    ``verdict_only``: do not search the least memory of a replayed trial, which is then on the right side of the GPU's
-    and no more; two replays instead of eight. ``variables``: environment variables of the row's ranks.
+    ``gpu_capacity_bytes``: memory of the GPU that the verdict is about; if None, it is unknown, and nothing is replayed
+    unless ``mode`` is ``always``. ``varying_lengths``: whether the workload's sequence length is only the maximum.
+    ``verdict_only``: do not search for the least memory of a replayed trial, but only find whether the GPU has it, in
+    two replays instead of eight. ``variables``: environment variables of the row's ranks.
     """
     how: dict[str, Any] = {"engine": engine, "ranks_per_node": ranks_per_node, "loads_weights": loads_weights}
     found = predict(profile, workload, placement, ds_config, **how)
@@ -125,7 +125,7 @@ def predict_near(
 
 
 def _untraced(variant: Variant, engine: Engine, *, on_demand: bool) -> str | None:
-    """Name what of a variant is in no trace; None if all of it is."""
+    """Name the part of a variant that no trace covers; None if all of it is covered."""
     reasons = (
         (AUTOCAST, variant.autocast and engine == "ddp" and not on_demand),
         (TILED_LOSS, variant.loss == "tiled" and not on_demand),
@@ -151,8 +151,8 @@ def _replayed_need(
     verdict_only: bool,
     starts_child: bool,
 ) -> GpuNeed | None:
-    """The need by a replay; None without a trace of the model. ``sizes``: micro-batch, sequence length, checkpointing,
-    dropout, zero.Init. The others are explained in ``predict_near``."""
+    """The need according to a replay; None without a trace of the model. ``sizes``: micro-batch, sequence length,
+    checkpointing, dropout, zero.Init. The others are explained in ``predict_near``."""
     batch_size, seq_length, checkpointing, dropout, zero_init = sizes
     asked = (*sizes, variant, workspace_bytes, varying_lengths, expandable_segments, card_bytes, verdict_only)
     key = model_profile.request_key({"inputs": repr(inputs), "sizes": asked})
@@ -182,7 +182,7 @@ def _replayed_need(
                 "expandable_segments": expandable_segments,
             }
             roomy = allocation_replay.replay(inputs, events, **how)
-            # On a smaller GPU less may be allocated: stages 1 and 2 then flatten parameters in host memory.
+            # On a smaller GPU, less may be allocated: stages 1 and 2 then flatten parameters in host memory.
             low = min(roomy.allocated_bytes, least_by_rule - outside_bytes)
             least, phase = allocation_replay.least_capacity(
                 inputs,
@@ -209,7 +209,7 @@ def _replayed_need(
 def _events_of_steps(
     profile: ModelProfile, batch_size: int, lengths: tuple[int, ...], **how: Any
 ) -> list[list[Event]] | None:
-    """The model's events in a step of each of these sequence lengths, the longest last; None without a trace of it.
+    """The model's events in a step of each of these sequence lengths, the longest last; None without a trace.
     ``how``: further arguments of ``find_trace``."""
     trace = profile.facts and allocation_trace.find_trace(profile.facts, lengths[-1], **how)
     if not trace or not allocation_trace.is_of(trace, profile):

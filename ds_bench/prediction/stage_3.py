@@ -1,6 +1,6 @@
 """Computes the memory of one rank at ZeRO stage 3: partitions on three tiers, buffers, and gathered parameters.
 
-Written from DeepSpeed 0.19.8; the paths in docstrings are below its ``runtime/``.
+Based on DeepSpeed 0.19.8; paths in docstrings are relative to its ``runtime/``.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from .inputs import NORM_BYTES, MemoryInputs, Phases
 from .model_states import LedgerBuilder, partition_elements
 
 NORM_PIECE_ELEMENTS = 250_000_000
-"""Elements whose norm is taken at once with the optimizer offloaded (zero/stage3.py, _constant_buffered_norm2)."""
+"""Elements whose norm is computed together if the optimizer is offloaded (zero/stage3.py, _constant_buffered_norm2)."""
 
 
 def ledger_by_phase(inputs: MemoryInputs) -> Phases:
     """Compute one rank's ledgers at stage 3."""
     settings, tensors = inputs.settings, inputs.profile.tensors
-    # Tensor by tensor, because sub-groups, swap files and norms depend on single sizes.
+    # Tensor by tensor, because sub-groups, swap files and norms depend on individual sizes.
     parts = [partition_elements([elements], inputs.data_parallel_size) for elements in tensors]
     groups = sub_groups(parts, settings.sub_group_elements)
     whole, builder = gathered_elements(inputs), LedgerBuilder()
@@ -40,8 +40,8 @@ def ledger_by_phase(inputs: MemoryInputs) -> Phases:
     # are a category that it does not hold (``predicted_memory.UNCOUNTED``).
     resting = inputs.element * whole.persistent
     moving = inputs.element * (whole.peak - whole.persistent)
-    # The largest gradient before it is split, and the copy of a bucket that reduce-scatter sends, which holds all
-    # gradients at most (comm/coalesced_collectives.py).
+    # The largest gradient before it is split, and the copy of a bucket that reduce-scatter sends, which is at
+    # most as large as all gradients (comm/coalesced_collectives.py).
     sent = min(settings.reduce_bucket_elements, inputs.profile.parameters) if inputs.data_parallel_size > 1 else 0
     temporaries = inputs.element * max(tensors) + inputs.sent * sent + _norm(inputs, parts)
     return {
@@ -53,10 +53,10 @@ def ledger_by_phase(inputs: MemoryInputs) -> Phases:
 
 
 def sub_groups(parts: Iterable[int], limit: int) -> list[list[int]]:
-    """Groups the tensors' parts as they are updated together (zero/stage3.py, _create_fp16_sub_groups)."""
+    """Group the tensors' parts by those that are updated together (zero/stage3.py, _create_fp16_sub_groups)."""
     groups: list[list[int]] = [[]]
     for part in parts:
-        # A group ends after the tensor that reaches the limit: it may be larger than the limit.
+        # A group ends after the tensor that reaches the limit, so it may exceed the limit.
         if limit and sum(groups[-1]) >= limit:
             groups.append([])
         groups[-1].append(part)
@@ -64,7 +64,7 @@ def sub_groups(parts: Iterable[int], limit: int) -> list[list[int]]:
 
 
 def _aligned(elements: int, size: int, inputs: MemoryInputs) -> int:
-    """Elements of a swapped tensor, padded to whole blocks of I/O."""
+    """Elements of a swapped tensor, padded to whole I/O blocks."""
     unit = inputs.settings.swap_alignment_bytes // size
     return -(-elements // unit) * unit
 
@@ -81,8 +81,8 @@ def _swap_file_bytes(elements: int, size: int, inputs: MemoryInputs) -> int:
 def _parameters(inputs: MemoryInputs, parts: list[int], groups: list[list[int]], builder: LedgerBuilder) -> None:
     """Add the rank's own parts of the parameters (zero/stage3.py, _create_fp16_partitions_with_defragmentation).
 
-    Each tensor that is not trained stays a separate one on the device that it was split to: on the disk if it is large
-    enough (zero/partition_parameters.py, _partition_param).
+    Each untrained tensor stays separate, on the device where its parts were put: on disk if it is large enough
+    (zero/partition_parameters.py, _partition_param).
     """
     place, size = inputs.settings.offload_param, inputs.element
     if inputs.settings.secondary_ranks > 1:  # from the first forward of a step to its end (_partition_param_sec)
@@ -109,15 +109,15 @@ def _pins(inputs: MemoryInputs, *, wanted: bool) -> bool:
 
 
 def _parameters_on_disk(inputs: MemoryInputs, groups: list[list[int]], builder: LedgerBuilder) -> None:
-    """Add parameters that are offloaded to NVMe. Tensors below the threshold stay in memory. A pool as large as the
-    whole tensors of the largest group writes updated ones back (zero/stage3.py,
+    """Add parameters that are offloaded to NVMe. Tensors below the threshold stay in memory. Updated ones are
+    written back through a pool as large as the whole tensors of the largest group (zero/stage3.py,
     _create_fp16_partitions_with_defragmentation; swap_tensor/partitioned_param_swapper.py,
     reserve_partitioned_swap_space)."""
     settings, size = inputs.settings, inputs.element
     ends = list(accumulate(map(sum, groups)))
-    # The flat buffer is allocated by the limit, whether groups fill it or not; with a limit of 0 it has one element.
+    # The flat buffer is as large as the limit, whether groups fill it or not; with a limit of 0 it has one element.
     flat = min(settings.max_in_cpu_elements, ends[-1]) or 1
-    # DeepSpeed adds up the groups that do not fit too: after the first of them none stays in memory, however small.
+    # DeepSpeed also adds up the groups that do not fit: after the first of them, none stays in memory, however small.
     on_disk = [group for group, end in zip(groups, ends, strict=True) if end > flat]
     builder.add_pinned("parameters", size * flat, pinned=_pins(inputs, wanted=True))
     for part in (part for group in on_disk for part in group):
@@ -131,8 +131,8 @@ def _parameters_on_disk(inputs: MemoryInputs, groups: list[list[int]], builder: 
     buffer = _aligned(settings.param_buffer_elements, size, inputs)
     builder.add("cpu", "deepspeed_buffers", size * buffer * settings.param_buffers)
     if on_disk:
-        # Whole tensors, not the rank's parts: DeepSpeed sums ``ds_numel`` of the parameters. Of equally large groups
-        # the first, as in DeepSpeed, whose comparison is strict.
+        # Whole tensors, not the rank's parts: DeepSpeed sums ``ds_numel`` of the parameters. Among equally large
+        # groups the first counts, as in DeepSpeed, whose comparison is strict.
         largest = max(range(len(groups)), key=lambda number: sum(groups[number]))
         start = sum(map(len, groups[:largest]))
         members = inputs.profile.tensors[start : start + len(groups[largest])]
@@ -177,23 +177,23 @@ def _swapped_states(inputs: MemoryInputs, group: list[int], builder: LedgerBuild
 
 
 def _norm(inputs: MemoryInputs, parts: Sequence[int]) -> int:
-    """With the optimizer offloaded, bytes of the largest part's gradient on the accelerator and of its fp64 copy, made
-    piece by piece, whose norm is computed (zero/stage3.py, partition_grads, _constant_buffered_norm2)."""
+    """With the optimizer offloaded, bytes of the largest part's gradient on the accelerator and of the fp64 copy, made
+    piece by piece, from which its norm is computed (zero/stage3.py, partition_grads, _constant_buffered_norm2)."""
     if not inputs.settings.offload_optimizer:
         return 0
     return inputs.accumulated * max(parts) + NORM_BYTES * min(max(parts), NORM_PIECE_ELEMENTS)
 
 
 def _step(inputs: MemoryInputs, groups: list[list[int]], builder: LedgerBuilder) -> Phases:
-    """Ledgers of the optimizer step. The norm is computed of one tensor's part at a time, in fp64 (zero/stage3.py,
+    """Ledgers of the optimizer step. The norm is computed for one tensor's part at a time, in fp64 (zero/stage3.py,
     get_grad_norm_direct); then each sub-group is flattened and cast to fp32 (_prepare_fp32_grad_for_sub_group)."""
-    # With offload the norm was taken during backward (``_norm``), and fp32 gradients have their place for good.
+    # With offload, the norm was computed during backward (``_norm``), and fp32 gradients have a permanent place.
     if inputs.settings.offload_optimizer:
         return {"flatten": builder.ledger, "update": builder.ledger}
     largest, norm = max(map(sum, groups)), NORM_BYTES * max(part for group in groups for part in group)
     master = inputs.settings.master_bytes
     cast = master if inputs.accumulated != master else 0
-    # The flat copy is freed once it is cast; without a cast it is the gradient that the optimizer updates with.
+    # The flat copy is freed once it is cast; without a cast it is the gradient that the optimizer uses.
     update = max(cast, inputs.accumulated)
     return {
         "flatten": builder.plus(temporaries=max(norm, (inputs.accumulated + cast) * largest)),
@@ -212,12 +212,12 @@ class GatheredElements:
 
 
 def gathered_elements(inputs: MemoryInputs) -> GatheredElements:
-    """Elements gathered in one step, by following DeepSpeed's fetch and release.
+    """Elements gathered in one step, found by following DeepSpeed's fetches and releases.
 
-    A model of DeepSpeed 0.19.8, ``zero/partitioned_param_coordinator.py`` (fetch_sub_module, release_sub_module,
-    __params_to_release), with a complete trace. Each tensor counts as a module of its own. They are used in the order
-    of the model, forward and then backward. A real module gathers its weight and bias together, which adds
-    little. Zero on a single rank whose whole parameters are on the accelerator already.
+    This models DeepSpeed 0.19.8, ``zero/partitioned_param_coordinator.py`` (fetch_sub_module, release_sub_module,
+    __params_to_release), with a complete trace. Each tensor counts as a module of its own, used in the order of the
+    model, forward and then backward. A real module gathers its weight and bias together, which adds little. The result
+    is zero on a single rank that already has all parameters on the accelerator.
     """
     tensors, settings = inputs.profile.all_tensors, inputs.settings
     if inputs.data_parallel_size == 1 and (settings.offload_param is None or inputs.accelerator == "cpu"):
@@ -233,20 +233,20 @@ def gathered_elements(inputs: MemoryInputs) -> GatheredElements:
         forward.append(0)  # a tied embedding is used again as LM head
     order = forward + forward[::-1]
     if deepspeed_keys.is_before("0.19.3"):
-        # Nothing releases a module after its backward pass if its input needs no gradient (since 0.19.3:
+        # Nothing releases a module after its backward pass if its input needs no gradient (0.19.3 added
         # release_backward_leftovers). Measured with 0.16.9 to 0.18.9 on tied and untied embeddings.
-        # Without known layers the tensors in front are not known either: only the first one, the embedding, counts.
+        # Without known layers, the tensors before them are unknown too: only the first one, the embedding, counts.
         before = len(inputs.profile.before) if inputs.profile.layer else 1
         persistent += sum(size for size, stays in zip(sizes[:before], small, strict=False) if not stays)
     return GatheredElements(persistent=persistent, peak=persistent + _peak_elements(order, sizes, inputs))
 
 
 def _peak_elements(order: Sequence[int], sizes: Sequence[int], inputs: MemoryInputs) -> int:
-    """Largest sum of the sizes of the tensors that are gathered at once; ``order`` lists the uses of one step.
+    """Largest sum of the sizes of the tensors that are gathered at any moment; ``order`` lists the uses of one step.
 
     At each use the tensor itself is fetched, then the tensors of the next uses while both limits (prefetch bucket, live
-    parameters) leave something. After its use the tensor is released, unless it was also fetched for a later
-    use or its next use is within the reuse distance.
+    parameters) leave room. After its use, the tensor is released, unless it was also fetched for a later use or its
+    next use is within the reuse distance.
     """
     elements_before = [0, *accumulate(sizes[number] for number in order)]
     uses: dict[int, list[int]] = {}
@@ -265,10 +265,10 @@ def _peak_elements(order: Sequence[int], sizes: Sequence[int], inputs: MemoryInp
         fetched_for[number] = max(fetched_for.get(number, -1), step)
         allowed = min(inputs.settings.max_live_elements - elements, inputs.settings.prefetch_elements)
         ahead = 0
-        while queued < len(order) and ahead < allowed:  # the tensor that crosses the limit still comes
+        while queued < len(order) and ahead < allowed:  # the tensor that crosses the limit is still fetched
             following = order[queued]
             fetched_for[following] = queued
-            # A tensor that is there already does not count toward the limit, but is then kept for this use.
+            # A tensor that is already gathered does not count toward the limit, but is kept for this use.
             if following not in live:
                 live.add(following)
                 elements += sizes[following]

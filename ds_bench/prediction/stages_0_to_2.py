@@ -1,7 +1,7 @@
 """Computes the memory of one rank at ZeRO stages 0 to 2, where every rank has all parameters.
 
-Written from DeepSpeed 0.19.8; the paths are below its ``runtime/``. Ranks differ by a few tensors: computed is the one
-with the most.
+Based on DeepSpeed 0.19.8; paths are relative to its ``runtime/``. Ranks differ by a few tensors; the results are for
+the one with the most.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ def ledger_by_phase(inputs: MemoryInputs) -> Phases:
 
 
 def _unpartitioned(inputs: MemoryInputs) -> Phases:
-    """Ledgers at stage 0. In 16 bit the step makes fp32 gradients: one list of them (fp16/unfused_optimizer.py, step),
-    or a list and a flat copy while the 16-bit ones are there (fp16/fused_optimizer.py, step)."""
+    """Ledgers at stage 0. In 16-bit precision, the step makes fp32 gradients: one list of them
+    (fp16/unfused_optimizer.py, step), or a list and a flat copy while the 16-bit ones still exist
+    (fp16/fused_optimizer.py, step)."""
     count = inputs.profile.parameters
     builder = LedgerBuilder()
     builder.add("gpu", "parameters", inputs.element * count)
@@ -50,7 +51,7 @@ def _unpartitioned(inputs: MemoryInputs) -> Phases:
     unfused = inputs.accelerator == "cpu" or inputs.settings.torch_optimizer
     copies = 0 if inputs.precision == "fp32" else 1 if unfused else 2
     update = FP32_BYTES * min(copies, 1) * count
-    # From the second micro-batch on the gradients of those before it are there during the forward pass.
+    # From the second micro-batch on, the gradients of earlier ones exist during the forward pass.
     return {
         "forward": builder.plus(gradients=gradients if inputs.grad_accum > 1 else 0),
         "backward": builder.plus(gradients=gradients),
@@ -61,19 +62,19 @@ def _unpartitioned(inputs: MemoryInputs) -> Phases:
 
 
 def bucket_bytes(inputs: MemoryInputs) -> int:
-    """Bytes of the buckets during backward, at full size for any model (zero/stage_1_and_2.py, setup_buckets)."""
+    """Bytes of the buckets during backward, at full size whatever the model (zero/stage_1_and_2.py, setup_buckets)."""
     settings = inputs.settings
     # Offload switches contiguous gradients on, whatever the configuration says (zero/stage_1_and_2.py, __init__).
     if not (settings.contiguous_gradients or settings.offload_optimizer):
         return 0
-    # The bucket holds what is accumulated at stage 1, gradients as backward makes them at stage 2
+    # At stage 1 the bucket holds accumulated gradients, at stage 2 gradients as backward makes them
     # (_gradient_reduction_buffer_dtype). With overlap there are two, so that one is filled while the other is sent.
     element = inputs.accumulated if settings.stage == 1 else inputs.element
     return element * settings.reduce_bucket_elements * settings.bucket_formats * (2 if settings.overlap_comm else 1)
 
 
 def _copy_to_send(inputs: MemoryInputs) -> int:
-    """Bytes of a bucket's copy in the number format of sent gradients, if that is another one
+    """Bytes of a bucket's copy in the number format of sent gradients, if that differs
     (zero/stage_1_and_2.py, gradient_reduction_w_predivide; engine.py, allreduce_bucket)."""
     if inputs.sent == inputs.element or inputs.data_parallel_size == 1:
         return 0
@@ -92,7 +93,7 @@ def owned_elements(tensors: Sequence[int], data_parallel_size: int) -> int:
     # ranks where tensors begin, and the last rank.
     for rank in {*(min(end // part, data_parallel_size - 1) for end in ends), data_parallel_size - 1}:
         start, stop = rank * part, (rank + 1) * part
-        # Gradients are kept by whole tensors: also those parts of the first and the last one that are not of this rank.
+        # Whole gradients are kept, including the parts of the first and the last one that belong to other ranks.
         begin = ends[max(0, bisect_right(ends, start) - 1)]
         end = ends[min(bisect_left(ends, stop), len(tensors))]
         most = max(most, max(0, end - min(begin, end)) + max(0, stop - max(total, start)))
@@ -112,8 +113,8 @@ def _owned_elements(inputs: MemoryInputs) -> int:
 
 
 def _large_gradients(inputs: MemoryInputs) -> tuple[int, int]:
-    """Elements that one rank keeps until backward ends where stage 1 reduces meanwhile: the most together with
-    its own, and the most without them. Others' gradients are not freed when they are reduced
+    """Elements that one rank keeps until backward ends, where stage 1 reduces during backward: the maximum with its
+    own, and the maximum without them. Other ranks' gradients are not freed when they are reduced
     (zero/stage_1_and_2.py, reduce_ipg_grads): small ones are in the bucket, larger ones are not
     (reduce_independent_p_g_buckets_and_remove_grads)."""
     tensors, ranks = _in_flat_order(inputs), inputs.data_parallel_size
@@ -140,13 +141,13 @@ def _partitioned(inputs: MemoryInputs, part: int, builder: LedgerBuilder) -> Pha
     """Ledgers at stages 1 and 2 without offload. Stage 1 keeps all gradients until the last exists, stage 2 the
     gradients of the rank's part. The step computes the norm of each gradient in fp64 (get_grad_norm_direct), flattens
     its part, then casts it to fp32 (zero/stage_1_and_2.py, step)."""
-    # Gradients after the reduction, at their peak in backward, and temporaries besides them then.
+    # ``kept``: gradients after the reduction. ``every``: gradients at their peak, with ``extra`` as temporaries.
     kept = every = inputs.element * _owned_elements(inputs)
     extra = max(inputs.profile.tensors) * inputs.element
     if _keeps_every_gradient(inputs):
         extra = kept = inputs.accumulated * _owned_elements(inputs)
         every = inputs.accumulated * inputs.profile.parameters
-    elif inputs.settings.stage == 1:  # reduced meanwhile
+    elif inputs.settings.stage == 1:  # reduced during backward
         every = inputs.element * _large_gradients(inputs)[0]
     elif inputs.accumulates_apart:  # one fp32 buffer of the part's size (_build_compact_grad_partition_buffer)
         kept = every = FP32_BYTES * part
@@ -168,13 +169,13 @@ def _partitioned(inputs: MemoryInputs, part: int, builder: LedgerBuilder) -> Pha
 
 
 def _keeps_every_gradient(inputs: MemoryInputs) -> bool:
-    """Whether all gradients of other ranks' parts stay until the last one is there: at stage 1, unless they go into a
-    bucket and are reduced while backward goes on (zero/stage_1_and_2.py, reduce_gradients, reduce_ipg_grads)."""
+    """Whether all gradients of other ranks' parts stay until the last one exists: at stage 1, unless they go into a
+    bucket and are reduced during backward (zero/stage_1_and_2.py, reduce_gradients, reduce_ipg_grads)."""
     return inputs.settings.stage == 1 and not reduces_meanwhile(inputs)
 
 
 def reduces_meanwhile(inputs: MemoryInputs) -> bool:
-    """Whether stage 1 moves each gradient into a bucket, which is reduced while backward goes on."""
+    """Whether stage 1 moves each gradient into a bucket, which is reduced during backward."""
     settings = inputs.settings
     buckets = settings.overlap_comm and (settings.contiguous_gradients or settings.offload_optimizer is not None)
     return settings.stage == 1 and buckets and inputs.grad_accum == 1 and not inputs.accumulates_apart
@@ -183,13 +184,13 @@ def reduces_meanwhile(inputs: MemoryInputs) -> bool:
 def _offloaded(inputs: MemoryInputs, part: int, builder: LedgerBuilder) -> Phases:
     """Ledgers at stages 1 and 2 with the optimizer on the host: the fp32 master copy and its gradient, a 16-bit copy of
     the updated part, and one gradient of the largest tensor on either side (zero/stage_1_and_2.py, __init__). As each
-    gradient is reduced, its norm is taken of an fp64 copy of what the rank's part has of it
-    (set_norm_for_param_grad_in_gpu, copy_grads_in_partition): of a tied embedding when backward has ended, of any other
-    tensor within backward."""
+    gradient is reduced, the norm of its share in the rank's part is computed from an fp64 copy
+    (set_norm_for_param_grad_in_gpu, copy_grads_in_partition): after backward for a tied embedding, during backward for
+    any other tensor."""
     settings, tensors = inputs.settings, inputs.profile.tensors
     single, pins = inputs.element * max(tensors), settings.pin_optimizer and inputs.accelerator == "cuda"
     builder.add("gpu", "gradients", single)
-    # Moments are not pinned: DeepSpeedCPUAdam makes them by torch.zeros_like (ops/adam/cpu_adam.py).
+    # Moments are not pinned: DeepSpeedCPUAdam makes them with torch.zeros_like (ops/adam/cpu_adam.py).
     builder.add("cpu", "optimizer_states", settings.moment_bytes * settings.moments * part)
     builder.add_pinned("optimizer_states", settings.master_bytes * part, pinned=pins)
     builder.add_pinned("gradients", settings.master_bytes * part, pinned=pins)

@@ -20,7 +20,7 @@ SMALL_BYTES = _MIB
 SMALL_SEGMENT_BYTES, LARGE_SEGMENT_BYTES = 2 * _MIB, 20 * _MIB
 """Segments for small blocks, and for others below ``OWN_SEGMENT_BYTES``."""
 OWN_SEGMENT_BYTES, SEGMENT_UNIT_BYTES = 10 * _MIB, 2 * _MIB
-"""From this size on a block that finds no room gets a segment of its own, a multiple of the unit."""
+"""From this size on, a block that finds no room gets a segment of its own, a multiple of the unit."""
 
 _Pool = list[tuple[int, int, int, "Block"]]
 """Free blocks of one stream and kind, by size, then segment and offset."""
@@ -59,7 +59,7 @@ class CachingAllocator:
     """The allocator of one process on one GPU. All figures are in bytes."""
 
     def __init__(self, capacity_bytes: int | None = None, *, expandable_segments: bool = False) -> None:
-        """``capacity_bytes``: what segments may take together; None for no limit. ``expandable_segments``: as in
+        """``capacity_bytes``: total size that segments may have; None for no limit. ``expandable_segments``: as in
         PYTORCH_CUDA_ALLOC_CONF."""
         self.capacity_bytes, self.expandable_segments = capacity_bytes, expandable_segments
         self.allocated_bytes = self.reserved_bytes = 0
@@ -82,7 +82,7 @@ class CachingAllocator:
             pool = self._pools[kind] = []
         index = bisect_left(pool, (size,))
         block = pool.pop(index)[3] if index < len(pool) else self._extend(size, kind)
-        # A large block is split only if the rest would not be a small one; of an expandable segment always.
+        # A large block is split only if the rest would not be a small one; in an expandable segment, always.
         if (
             block.size - size >= MIN_BLOCK_BYTES
             if is_small or self.expandable_segments
@@ -99,8 +99,8 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block, *, is_pending: bool = False) -> None:
-        """Free a block. ``is_pending``: another stream still uses it (``record_stream``), so that it cannot be taken
-        again before ``finish_pending``, although it no longer counts as allocated."""
+        """Free a block. ``is_pending``: another stream still uses it (``record_stream``), so that it cannot be
+        reused before ``finish_pending``, although it no longer counts as allocated."""
         self.allocated_bytes -= block.size
         if is_pending:
             self._pending.append(block)
@@ -112,14 +112,14 @@ class CachingAllocator:
         return len(self._pending)
 
     def finish_pending(self, count: int | None = None) -> None:
-        """Let the oldest ``count`` blocks that wait for another stream be taken again; None for all."""
+        """Let the oldest ``count`` blocks that wait for another stream be reused; None for all."""
         done = self._pending[:count]
         del self._pending[:count]
         for block in done:
             self._add_free(block)
 
     def empty_cache(self) -> None:
-        """Give back every segment without a block in use, or of expandable segments every page (``empty_cache``)."""
+        """Give back every segment without a block in use; of expandable segments, every such page (``empty_cache``)."""
         self.finish_pending()
         for kind, pool in self._pools.items():
             kept: _Pool = []
@@ -151,7 +151,7 @@ class CachingAllocator:
         insort(pool, block.key)
 
     def _extend(self, size: int, kind: tuple[int, bool]) -> Block:
-        """Return a free block of at least ``size`` in new memory, which is in no pool."""
+        """Return a free block of at least ``size`` in new memory; it is in no pool yet."""
         if self.expandable_segments:
             return self._map(size, kind)
         segment = SMALL_SEGMENT_BYTES if kind[1] else LARGE_SEGMENT_BYTES
@@ -220,7 +220,7 @@ class CachingAllocator:
         if after is not None:
             after.before = left[-1][3] if tail else None
         if self._last.get(kind) is block:
-            # A range without a last block begins again behind the gap.
+            # A range without a last block begins again after the gap.
             end_block = Block(block.segment, block.offset + block.size, 0, kind)
             end_block.is_free = False
             self._last[kind] = left[-1][3] if tail else end_block
@@ -230,7 +230,7 @@ class CachingAllocator:
 def allocator_options(variables: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the options of torch's allocators in the environment (c10/core/AllocatorConfig.h).
 
-    ``variables``: of a row, which its ranks set after those of the environment (``worker/measure.py``).
+    ``variables``: those of a row, which its ranks set on top of the environment (``worker/measure.py``).
     """
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     text = (variables or {}).get(names[1]) or next(filter(None, map(os.environ.get, names)), "")

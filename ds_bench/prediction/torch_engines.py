@@ -1,7 +1,7 @@
-"""Computes the memory of one rank of torch's own engines, DDP and FSDP2, and of passes without an optimizer.
+"""Computes the memory of one rank with torch's own engines, DDP and FSDP2, and in passes without an optimizer.
 
-Written from torch 2.13 and ``worker/reference_engines.py``. Both engines keep parameters, gradients and moments in fp32
-and no further master copy.
+Based on torch 2.13 and ``worker/reference_engines.py``. Both engines keep parameters, gradients and moments in fp32,
+and no additional master copy.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ def ledger_by_phase(inputs: MemoryInputs) -> Phases:
 
 
 def _ddp(inputs: MemoryInputs, builder: LedgerBuilder) -> Phases:
-    """Ledgers of DDP: every rank holds all, gradients are views into buckets that stay (nn/parallel/distributed.py,
-    gradient_as_bucket_view). While micro-batches are accumulated the gradients are tensors of their own."""
+    """Ledgers of DDP: every rank holds everything, and gradients are views into permanent buckets
+    (nn/parallel/distributed.py, gradient_as_bucket_view). While micro-batches are accumulated, gradients are tensors of
+    their own."""
     size = FP32_BYTES * inputs.profile.parameters
     builder.add("gpu", "parameters", size)
     builder.add("gpu", "optimizer_states", inputs.settings.moments * size)
@@ -46,8 +47,8 @@ def _ddp(inputs: MemoryInputs, builder: LedgerBuilder) -> Phases:
 
 
 def bucket_sizes(sizes: Sequence[int], limit: int) -> list[int]:
-    """Return the bytes of DDP's buckets: the tensor that reaches the limit ends one (csrc/distributed/c10d/reducer.cpp,
-    compute_bucket_assignment_by_size)."""
+    """Return the bytes of DDP's buckets: each ends with the tensor that reaches the limit
+    (csrc/distributed/c10d/reducer.cpp, compute_bucket_assignment_by_size)."""
     found = [0]
     for size in sizes:
         if found[-1] >= limit:
@@ -57,7 +58,7 @@ def bucket_sizes(sizes: Sequence[int], limit: int) -> list[int]:
 
 
 def _square_roots(inputs: MemoryInputs, updated_bytes: int) -> int:
-    """Bytes of the square roots that torch's multi-tensor Adam takes; its fused one takes none."""
+    """Bytes of the square roots in torch's multi-tensor Adam; the fused one has none."""
     return updated_bytes if inputs.accelerator == "cpu" else 0
 
 
@@ -65,7 +66,7 @@ def row_parts(profile: ModelProfile, ranks: int) -> list[int]:
     """Return the elements of each tensor on the rank with the most: FSDP2 splits tensors by rows, and all ranks but the
     last ones have the same number (distributed/tensor/placement_types.py, Shard).
 
-    Without known rows a tensor counts as split by elements, the finest split there is.
+    Without known rows, a tensor counts as split by elements, the finest possible split.
     """
     sizes = profile.all_tensors
     return [-(-rows // ranks) * (size // max(1, rows)) for size, rows in zip(sizes, profile.rows or sizes, strict=True)]

@@ -30,8 +30,8 @@ from .predicted_memory import Prediction
 from .replayed_need import UNPREDICTABLE, ReplayMode, predict_trial
 
 _NOT_RESIDENT = ("deepspeed_buffers", "overhead")
-"""Categories of host memory that do not count as resident on the CPU accelerator: of DeepSpeed's buffers only the pages
-that were written become resident, and the overhead is an assumption."""
+"""Categories of host memory that do not count as resident on the CPU accelerator: only those pages of
+DeepSpeed's buffers that were written become resident, and the overhead is an assumption."""
 _FAR_BEYOND = 1.5
 """Multiple of a node's memory above which a predicted need is refused: predictions are never that far off."""
 _MISS_FRACTION = 0.10
@@ -56,7 +56,7 @@ class MemoryCapacity:
     def from_environment(cls, environment: Environment, placement: Placement) -> MemoryCapacity:
         """Return the capacity of a placement on this machine, with the limits of its flags.
 
-        Of several hosts the smallest counts; their host memory is unknown until their environments are.
+        Of several hosts, the smallest counts; host memory is unknown until the hosts' environments are known.
         """
         ranks = placement.ranks_per_node
         environments = environment.hosts_of_ranks
@@ -103,7 +103,7 @@ def profile_model(
     image_tokens: int = 0,
     losses_by_formula: bool = False,
 ) -> ModelProfile | Unpredicted:
-    """Find the sizes of a model's tensors and activations: stored for a preset, else measured in a child process.
+    """Find the sizes of a model's tensors and activations: stored for a preset, otherwise measured in a child process.
 
     ``dropout``: None for the model's own. ``variants``: those needed in addition to the usual one. ``environment``:
     variables of the trials' processes, so that a model is built as they build it. ``choice``: which parameters are
@@ -111,7 +111,7 @@ def profile_model(
     takes some seconds to measure each.
 
     A missing prediction must not fail a run, so this raises only NothingTrainedError, and UsageError for a ``choice``
-    that the model does not have.
+    that names something the model does not have.
     """
     architecture = model.architecture
     if choice is not None:
@@ -178,7 +178,7 @@ def architecture_of(model: ResolvedModel) -> Architecture:
         return model.architecture
     if model.facts is None:
         raise UsageError(
-            f"the tensors of {model.name} are not known by formula", remedy="take a model of a known family"
+            f"ds_bench has no formulas for the tensors of {model.name}", remedy="use a model of a known family"
         )
     return read_architecture(model.name, {**model.facts.config, "model_type": model.facts.model_type})
 
@@ -212,14 +212,14 @@ def attach_predictions(
         if isinstance(profile, Unpredicted):
             return _with_caveat(trial, f"memory is not predicted: {profile.reason}")
         if tensor_parallel_size(trial.ds_config) > 1:
-            return _with_caveat(trial, "memory is not predicted: AutoTP splits layers, which the formulas do not know")
+            return _with_caveat(trial, "memory is not predicted: AutoTP splits layers, which the formulas do not cover")
         try:
             prediction = predict_trial(profile, trial, capacity.gpu_bytes)
         except UNPREDICTABLE as error:
-            why = f"the configuration's {type(error).__name__} ({error})"
+            why = f"the configuration raises {type(error).__name__} ({error})"
             return _with_caveat(trial, f"memory is not predicted: {why}")
         if prediction.unknown is not None:
-            trial = _with_caveat(trial, f"activations are not predicted, the rest is: {prediction.unknown}")
+            trial = _with_caveat(trial, f"only activations are not predicted: {prediction.unknown}")
         if left_out := unpredicted_settings(trial.ds_config):
             trial = _with_caveat(trial, f"memory is predicted without {' and '.join(left_out)}")
         skipped = _reason_to_skip(prediction, capacity, skip=skip, force=force)
@@ -234,18 +234,18 @@ def _with_caveat(trial: Trial, why: str) -> Trial:
 
 def _reason_to_skip(prediction: Prediction, capacity: MemoryCapacity, *, skip: bool, force: bool) -> str | None:
     need, host_need = prediction.least_gpu_bytes, _resident_host_bytes(prediction)
-    there, remedy = None, "leave out --skip-predicted-oom to try it"
+    available, remedy = None, "leave out --skip-predicted-oom to try it"
     unit = "of host memory"
     # The user asked for the first two; the last protects the machine, and only --force turns it off.
     if skip and capacity.gpu_bytes is not None and need > capacity.gpu_bytes:
-        there, unit = capacity.gpu_bytes, "per GPU"
+        available, unit = capacity.gpu_bytes, "per GPU"
     elif skip and capacity.host_bytes is not None and host_need > capacity.host_bytes:
-        need, there = host_need, capacity.host_bytes
+        need, available = host_need, capacity.host_bytes
     elif not force and _far_beyond(host_need, capacity.node_bytes):
-        need, there, remedy = host_need, capacity.node_bytes, "--force tries it"
-    if there is None:
+        need, available, remedy = host_need, capacity.node_bytes, "use --force to try it"
+    if available is None:
         return None
-    return f"predicted to need {format_bytes(need)} {unit}, where there is {format_bytes(there)}; {remedy}"
+    return f"predicted to need {format_bytes(need)} {unit}, but only {format_bytes(available)} is available; {remedy}"
 
 
 def with_changes(
@@ -257,11 +257,11 @@ def with_changes(
     is_short: bool,
     replays: ReplayMode = "near",
 ) -> Trial:
-    """Return a predicted trial with what changes to it would save, for its record; unchanged without a prediction.
+    """Return a predicted trial with the memory that changes would save, for its record; unchanged without a prediction.
 
     ``hidden_size``: the model's, which sizes small buffers; None if unknown. ``is_short``: whether the trial lacked
-    memory; then other configurations of its work are predicted too, and judged for GPUs of ``gpu_bytes`` as ``plan``
-    would judge them. That takes seconds if many of them are near it. No child process is started.
+    memory; if so, other configurations of its work are predicted too, and judged for GPUs of ``gpu_bytes`` as ``plan``
+    would judge them. That takes seconds if the needs of many are near that size. No child process is started.
     """
     workload, config = trial.workload, trial.ds_config
     if trial.prediction is None or not isinstance(profile, ModelProfile) or workload.pass_type != "train":
@@ -300,8 +300,8 @@ def require_host_memory(trials: Sequence[Trial], node_bytes: int | None) -> None
     several_rows = len({trial.configuration.name for trial in supported}) > 1
     raise PreflightError(
         f"{supported[0].workload.model} is predicted to need {format_bytes(least)} of host memory"
-        f"{' in the row that needs least' if several_rows else ''}, where {here} has {format_bytes(node_bytes)}",
-        remedy=f"take a smaller --model, {fewer}or another machine, or try it with --force",
+        f"{' even in the row that needs the least' if several_rows else ''}, but {here} has {format_bytes(node_bytes)}",
+        remedy=f"use a smaller --model, {fewer}or a different machine, or try it with --force",
     )
 
 
@@ -377,8 +377,8 @@ def is_gpu_miss(ratio: float, record: TrialRecord) -> bool:
 def outside_allocator_bytes(ranks: Sequence[RankMeasurement]) -> int | None:
     """Return the GPU memory in use beyond what torch's allocator had reserved after the last measured step.
 
-    It is CUDA's context, NCCL, and any other process on the GPU; without other processes, what a prediction assumes as
-    ``overhead``. Of the rank with the most; None without a GPU.
+    This is CUDA's context, NCCL, and any other process on the GPU; without other processes, it is what a prediction
+    assumes as ``overhead``. The result is for the rank with the most; None without a GPU.
     """
     sizes = [
         max(0, rank.gpu_device_used_bytes - rank.gpu_reserved_bytes)

@@ -1,6 +1,6 @@
-"""Answers before a run: does it fit, how many GPUs does it need, how large can the batch be, which change would help.
+"""Answers questions before a run: does it fit, how many GPUs are needed, how large can the batch be, what would help.
 
-Every answer compares predictions (``predicted_memory.predict``) of changed trials; no formula is here.
+Every answer compares predictions (``predicted_memory.predict``) of changed trials; this module has no formulas.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ class PlannedTrial:
     hidden_size: int | None = None
     """The model's, which decides the size of small buffers; None if unknown."""
     changes: Mapping[str, Any] = field(default_factory=dict)
-    """Changes of the DeepSpeed configuration, merged into it by ``deepspeed_config.overlay``."""
+    """Changes to the DeepSpeed configuration, merged into it by ``deepspeed_config.overlay``."""
     loads_weights: bool = False
     """Whether every run begins with ``from_pretrained`` (``predicted_memory.predict``)."""
     may_replace_loss: bool = False
-    """Whether another loss may be proposed: the profile has the variant ``tiled``."""
+    """Whether a different loss may be proposed: the profile has the variant ``tiled``."""
     torch_adam: bool = False
     """Whether torch's AdamW is used if the optimizer is not offloaded (``deepspeed_config.complete_config``)."""
     replays: ReplayMode = "near"
     """Which rows are replayed when they are judged."""
     child_traces: ChildTraces = "usual"
     varying_lengths: bool = False
-    """Whether sequences are of up to the workload's length."""
+    """Whether sequences vary in length, up to the workload's."""
 
     def config(self) -> deepspeed_config.Config:
         """Return the completed DeepSpeed configuration that the trial would run with."""
@@ -86,11 +86,11 @@ class PlannedTrial:
         )
 
     def verdict(self, gpu_bytes: int, host_bytes: int | None = None) -> str:
-        """Return the verdict, in a quarter of the time of ``judge``."""
+        """Return the verdict, in a quarter of the time that ``judge`` takes."""
         return self.judge(gpu_bytes, verdict_only=True).verdict(gpu_bytes, host_bytes)
 
     def judge(self, gpu_bytes: int | None, *, verdict_only: bool = False) -> Prediction:
-        """Predict as ``predict`` does, and replay the trial where the verdict about such a GPU is open.
+        """Predict as ``predict`` does, and replay the trial where the verdict for a GPU of this size is open.
 
         ``verdict_only``: see ``predict_near``.
         """
@@ -118,7 +118,7 @@ new value, in the order in which :func:`settings_text` names them."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A change of a planned trial, with the memory that the changed trial takes."""
+    """A change to a planned trial, with the memory that the changed trial takes."""
 
     settings: Settings
     prediction: Prediction
@@ -134,12 +134,12 @@ class Change:
 def alternatives(planned: PlannedTrial, gpu_bytes: int | None = None) -> list[Alternative]:
     """Return the changes that could help, with their memory, in the order of their cost; for advice after the run.
 
-    ``gpu_bytes``: of the GPU that they are judged for, as ``PlannedTrial.judge`` does; None if it is not known.
+    ``gpu_bytes``: memory of the GPU that ``PlannedTrial.judge`` judges them for; None if unknown.
 
-    A change is left out if a part of its memory is not known, or if by the rule it needs as much as the trial itself or
-    as a cheaper change. A change of only the strategy is compared just with the trial, because the run may show that
-    cheaper ones fail or do not act on what ran out. Micro-batches are halved; numbers of GPUs are 1.5 to 8 times as
-    large, in whole nodes above one.
+    A change is left out if part of its memory is unknown, or if by the rule it needs at least as much as the trial
+    itself or a cheaper change. A change to only the strategy is compared just with the trial, because the run may show
+    that cheaper ones fail or do not act on what ran out. Micro-batches are halved; numbers of GPUs are 1.5 to 8
+    times as large, in whole nodes above one.
     """
     node, own = planned.ranks_per_node or _NODE, planned.placement.num_gpus
 
@@ -267,13 +267,13 @@ def min_gpus(planned: PlannedTrial, gpu_bytes: int, host_bytes: int | None = Non
 
     node, own = planned.ranks_per_node or _NODE, planned.placement.num_gpus
     fewest, too_few = None, 0
-    # 1, 2, 4 … below a node, then 1, 2, 4 … nodes: at least one, even if a node is larger than the most that is tried.
+    # 1, 2, 4 … below a node, then 1, 2, 4 … nodes: at least one, even if a node exceeds the largest number tried.
     counts = [count for power in range(node.bit_length()) if (count := 2**power) < node]
     counts += [node * 2**power for power in range(max(1, (_MAX_GPUS // node).bit_length()))]
     # At stage 0 every GPU holds everything, however many there are.
     for count in counts if planned.configuration.stage else counts[:1]:
         if enough(count):
-            # Between the last count that does not fit and the first that does, bisect: single GPUs, or whole nodes.
+            # Bisect between the last count that does not fit and the first that does, by single GPUs or whole nodes.
             unit = 1 if count <= node else node
             index = bisect_left(range(too_few + unit, count, unit), True, key=enough)
             fewest = too_few + (index + 1) * unit
@@ -308,17 +308,18 @@ def max_batch(
     size = 1
     while size < LARGEST_BATCH and not too_large(2 * size):
         size *= 2
-    # Memory grows with the micro-batch: between the last that fits and the first that does not, bisect.
+    # Memory grows with the micro-batch: bisect between the last that fits and the first that does not.
     return size if size >= LARGEST_BATCH else size + bisect_left(range(size + 1, 2 * size), True, key=too_large)
 
 
 def smallest_change(planned: PlannedTrial, gpu_bytes: int, host_bytes: int | None = None) -> Change | None:
     """Return the cheapest change that makes the trial fit; None if it fits already or no change is enough.
 
-    In the order of cost: a tiled loss, smaller buckets, activation checkpointing, a smaller micro-batch, the next ZeRO
+    In order of cost: a tiled loss, smaller buckets, activation checkpointing, a smaller micro-batch, the next ZeRO
     stages, offload of the optimizer, of the parameters, both to NVMe, half the GPUs if the host lacks memory, more
-    GPUs; then the same together with checkpointing, and with checkpointing and a micro-batch of 1; last, another number
-    of GPUs at a later stage. A change with the verdict ``fits`` is preferred to all with the verdict ``tight``.
+    GPUs; then the same combined with a tiled loss, then with checkpointing as well, then with a micro-batch of 1 as
+    well; last, a different number of GPUs at a later stage. A change with the verdict ``fits`` is preferred to all with
+    the verdict ``tight``.
     """
     if fits(planned, gpu_bytes, host_bytes):
         return None
@@ -352,7 +353,7 @@ def smallest_change(planned: PlannedTrial, gpu_bytes: int, host_bytes: int | Non
 
 
 def cheapest_change(changes: Iterable[Change], num_gpus: int, gpu_bytes: int, host_bytes: int | None = None) -> Change:
-    """Return the cheapest of the changes of several rows: no more GPUs, room to spare, no offload, few settings."""
+    """Return the cheapest of the changes to several rows: no more GPUs, room to spare, no offload, few settings."""
     return min(
         changes,
         key=lambda change: (
@@ -373,7 +374,7 @@ _TILED_LOSS: Settings = {"loss": "tiled"}
 
 
 def _logits_dominate(planned: PlannedTrial) -> bool:
-    """Whether logits and loss take more of the GPU than any other category, in a trial that may have another loss."""
+    """Whether logits and loss take more of the GPU than any other category, in a trial whose loss may be replaced."""
     if not planned.may_replace_loss or planned.workload.loss != "model":
         return False
     sizes = dict(planned.predict().gpu)
@@ -385,7 +386,7 @@ def _logits_dominate(planned: PlannedTrial) -> bool:
 
 
 def _combined(planned: PlannedTrial, smaller: _Numbers, others: _Numbers) -> Iterator[Settings]:
-    """Yield single changes, then these with changes that need no more hardware, then later stages on other GPUs.
+    """Yield single changes, then these on top of cheap changes, then later stages on different numbers of GPUs.
 
     ``smaller``: yields the micro-batches to try. ``others``: yields the numbers of GPUs.
     """

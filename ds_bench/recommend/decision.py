@@ -97,8 +97,8 @@ class Speeds:
     def differ(self, row: Candidate, other: Candidate) -> bool:
         """Whether the measurements show which of the two rows is faster.
 
-        From three runs on, the interval of their ratio must exclude 1; ``comparison.ratio_between`` corrects it for the
-        number of rows, because chance alone makes some row the fastest. With fewer runs the lead must exceed
+        With three runs or more, the interval of their ratio must exclude 1; ``comparison.ratio_between`` corrects it
+        for the number of rows, because chance alone makes some row the fastest. With fewer runs the lead must exceed
         ``chance_lead``.
         """
         interval = self.interval_of(row, other)
@@ -110,9 +110,9 @@ class Speeds:
     def chance_lead(self, row: Candidate, other: Candidate) -> float:
         """Return the lead, as a fraction, that two rows with too few runs to test may show by chance.
 
-        If runs vary by ``UNTESTED_NOISE``, the fastest of equal rows leads the slowest by more in ``ERROR_RATE`` of
-        comparisons. Source: C. Y. Kramer, "Extension of multiple range tests to group means with unequal numbers of
-        replications", Biometrics 12 (1956). The lead is at least the spread of the steps.
+        If runs vary by ``UNTESTED_NOISE``, the fastest of equal rows leads the slowest by more than this in
+        ``ERROR_RATE`` of comparisons. Source: C. Y. Kramer, "Extension of multiple range tests to group means with
+        unequal numbers of replications", Biometrics 12 (1956). The lead is at least the spread of the steps.
         """
         noise = UNTESTED_NOISE * math.sqrt((1 / row.runs + 1 / other.runs) / 2)
         chance = math.expm1(normal_range_quantile(max(2, len(self.candidates))) * noise)
@@ -134,7 +134,7 @@ class Speeds:
         return [other for other in (self.candidates if rows is None else rows) if other.optimizer == row.optimizer]
 
     def tied(self, best: Candidate, rows: Sequence[Candidate]) -> list[Candidate]:
-        """Return the ``rows`` tied with ``best`` by speed, including itself if it is among them.
+        """Return the ``rows`` tied with ``best`` by speed, including ``best`` itself if it is among them.
 
         Rows within ``NEGLIGIBLE`` of it that offload less and use a comfortable share of the card count too: so small a
         lead is not worth host memory or a disk.
@@ -212,7 +212,7 @@ def decide_for_speed(speeds: Speeds, rows: Sequence[Candidate] | None = None) ->
     Only rows with the optimizer of the simplest row take part, because the optimizer affects the speed too.
     """
     rows = speeds.candidates if rows is None else rows
-    # Of the simplest row, not of the fastest: on CPU ranks CPU Adam by itself can make an offload row the fastest.
+    # The simplest row's optimizer, not the fastest's: on CPU ranks CPU Adam alone can make an offload row the fastest.
     compared = speeds.with_optimizer_of(_simplest(rows), rows)
     best = fastest(compared)
     tied = speeds.tied(best, compared)
@@ -220,7 +220,7 @@ def decide_for_speed(speeds: Speeds, rows: Sequence[Candidate] | None = None) ->
 
 
 def fastest(candidates: Sequence[Candidate]) -> Candidate:
-    """Return the row with the most tokens per second; of equals the one with less memory."""
+    """Return the row with the most tokens per second; among equals, the one with less memory."""
     return min(candidates, key=lambda c: (-c.tokens_per_second, _memory(c)))
 
 
@@ -231,7 +231,7 @@ def nearly_least_memory(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _simplest(candidates: Sequence[Candidate]) -> Candidate:
-    # Of equally simple rows the leaner one, but the faster one if too few ran to show a tie.
+    # Among equally simple rows, the leaner one, but the faster one if there are too few runs to show a tie.
     key = lambda c: (c.complexity, c.runs >= FEWEST_RUNS and _memory(c), -c.tokens_per_second, _memory(c))  # noqa: E731
     return min(candidates, key=key)
 
@@ -252,7 +252,7 @@ def _decision(speeds: Speeds, choice: Candidate, best: Candidate, tied: Sequence
 
 
 def _memory(candidate: Candidate) -> float:
-    """Sort key that puts a row of unknown memory last."""
+    """Sort key that puts a row with unknown memory last."""
     return math.inf if candidate.memory_bytes is None else candidate.memory_bytes
 
 
@@ -332,7 +332,7 @@ def candidate_of(row: ComparisonRow, comparison: Comparison, terms: MemoryTerms)
     """Return the numbers of a row that trained, with the memory that ``terms`` names."""
     on_host, capacity, trial = terms is ON_HOST, comparison.host_capacity_bytes, row.trial
     host_fraction = row.host_peak_bytes / capacity if row.host_peak_bytes is not None and capacity else None
-    # Of the run that varied most, or between the runs if that is more.
+    # Within the run that varied most, or between the runs if that is more.
     spreads = [(row.step_seconds_std, row.mean_step_seconds)]
     spreads += [(run.row.std_step_time_ms, run.row.avg_step_time_ms) for run in row.successes]
     # Keys of the configuration, fields of the workload that change how a step is computed, and variables.
@@ -356,5 +356,5 @@ def candidate_of(row: ComparisonRow, comparison: Comparison, terms: MemoryTerms)
 
 
 def intervals(comparison: Comparison) -> IntervalOf:
-    """Return the function that gives the interval between two candidates of a comparison."""
+    """Return the function that gives the interval of the ratio of two candidates of a comparison."""
     return lambda row, other: ratio_between(comparison.row(row.key), comparison.row(other.key))

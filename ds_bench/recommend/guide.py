@@ -1,4 +1,4 @@
-"""When to use each strategy, what it saves and costs for a model on a number of GPUs, and rules of thumb for the stage.
+"""When to use each strategy, what it saves and costs for a model and number of GPUs, and rules of thumb for the stage.
 
 Bytes are computed by formula for AdamW (``prediction.model_states``), per rank and without activations. The rules of
 thumb look only at how full a card is and hold for any model; ``remedies`` has predictions for a given one.

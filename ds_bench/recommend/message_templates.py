@@ -18,7 +18,7 @@ class Fact:
     values: Mapping[str, Any] = field(default_factory=dict)
     """Values for the names in the template of the kind; a value may be another fact, or a list of labels."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Option or key of the DeepSpeed configuration → value of the next run: ``{flags}`` in the template."""
+    """Option or key of the DeepSpeed configuration → value for the next run: ``{flags}`` in the template."""
 
     def __str__(self) -> str:
         lists = {name: format_list(value) for name, value in self.values.items() if isinstance(value, list)}
@@ -31,10 +31,10 @@ _SHARED_MEMORY = "give the container more shared memory: --shm-size=8g or --ipc=
 TEMPLATES: Mapping[str, str] = {
     # The headline and why.
     "use": "Use {choice}: {why}.",
-    "use_longest": "Use {choice}: trains sequences of {tokens:,} tokens, the longest; {why}.",
+    "use_longest": "Use {choice}: it trains sequences of {tokens:,} tokens, the longest; {why}.",
     "tie": "Too close to call between {rows}. Start with {choice}, the simplest.",
     "tie_for_memory": "Too close to call between {rows}. Start with {choice}, which needs less memory.",
-    "disturbed": "Provisional: the CPU was busy during the run. {choice} {looks}; run again when it is idle.",
+    "disturbed": "Provisional: the CPU was busy during the run. {choice} {looks}; run again when the CPU is idle.",
     "provisional": "After {runs}, a lead below {lead} may be chance.",
     "only": "the only {row} that can be recommended",
     "least_memory": "least {memory} of {count} {row}s",
@@ -54,10 +54,10 @@ TEMPLATES: Mapping[str, str] = {
     "none_trained": "No row trained: {counts}.",
     # Numbers and certainty.
     "numbers": "{choice}: {speed} {unit} with {memory}",
-    "other_optimizers": "speed does not decide between {choice} and rows with another optimizer: {rows}",
+    "other_optimizers": "speed does not decide between {choice} and rows with a different optimizer: {rows}",
     # The other rows.
     "faster_left_out": "{row} is {lead} faster but left out: {reason}.",
-    "faster_optimizer": "{row} is {lead} faster, with another optimizer ({optimizer}): not compared by speed.",
+    "faster_optimizer": "{row} is {lead} faster, with a different optimizer ({optimizer}): not compared by speed.",
     "faster_takes_more": "{row} is {lead} faster but takes {more:gigabytes} more.",
     "faster_offloads_more": "{row} is {lead} faster and offloads more.",
     "left_out": "{row} is left out: {reason}",
@@ -99,37 +99,37 @@ TEMPLATES: Mapping[str, str] = {
     "oom": "{rows}: out of {pool} memory{where}, {short}{host}; {action}",
     "failed": "{rows}: {how}{where} ({cause}); {action}",
     "fragmented": "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or lower --batch-size",
-    "disk_full": "free space on the disk it wrote to",
-    "swap_disk_full": "free {need} on that disk, give another --nvme-path, or try cpu_full",
-    "timeout": "run fewer than its {steps} steps (--num-steps, --warmup-steps) or raise --timeout or --stall-timeout; "
-    "if it hung, read its stacks (rank*.stacks next to its logs)",
-    "timeout_at_start": "raise --timeout or --stall-timeout: it had not begun to train, so fewer steps do not help",
-    "timeout_at_start_of_hosts": "raise --timeout or --stall-timeout (it had not begun to train, so fewer steps do not "
+    "disk_full": "free space on the full disk",
+    "swap_disk_full": "free {need} on the swap disk, give a different --nvme-path, or try cpu_full",
+    "timeout": "run fewer than {steps} steps (--num-steps, --warmup-steps) or raise --timeout or --stall-timeout; if a "
+    "trial hung, read the stacks of its ranks (rank*.stacks next to the logs)",
+    "timeout_at_start": "raise --timeout or --stall-timeout: training had not begun, so fewer steps do not help",
+    "timeout_at_start_of_hosts": "raise --timeout or --stall-timeout (training had not begun, so fewer steps do not "
     "help), or name the interface between the hosts (export NCCL_SOCKET_IFNAME=…)",
-    "killed": "check what killed it (scheduler limits, dmesg), then run it again with --resume and --retry Killed",
-    "crashed": f"read the end of its log, rebuild the ops ({invocation.command('ops')}), then run only this row",
-    "crashed_script": "read the end of its log (--verbose names it)",
+    "killed": "check what killed the trial (scheduler limits, dmesg), then rerun it with --resume and --retry Killed",
+    "crashed": f"read the end of the log, rebuild the ops ({invocation.command('ops')}), then run only that row",
+    "crashed_script": "read the end of the log (the notes of --verbose show its path)",
     "unsupported": "choose another configuration",
     "skipped": "try a smaller micro-batch, more GPUs, a shorter --seq-length or a smaller model",
     "resume": "{command}",
     "interrupted": "continue with --resume RUN_DIR: rows are missing",
     "no_engine": "train with the engine that deepspeed.initialize returns, in the process that was started (with "
     "Accelerate, unset ACCELERATE_USE_CPU); the log shows how the script ended",
-    "other_engine": "give --engine one of these names",
+    "other_engine": "give --engine the name of an engine that the script makes",
     "ended_early": "let the script train for more steps, or lower --warmup-steps and --num-steps",
-    "exited": "read the end of its log (--verbose names it)",
-    "exception": "read the traceback in its log (--verbose names it)",
-    "nvme_exception": "read the traceback in its log; check that --nvme-path is a writable folder on a real disk with "
+    "exited": "read the end of the log (the notes of --verbose show its path)",
+    "exception": "read the traceback in the log (the notes of --verbose show its path)",
+    "nvme_exception": "read the traceback in the log; check that --nvme-path is a writable folder on a real disk with "
     "{need} free",
     "shared_memory": _SHARED_MEMORY,
     "bus_error": f"most often /dev/shm is full; {_SHARED_MEMORY}",
     "pinned_memory": "leave host memory unpinned: --axis pin_memory=false",
-    "memlock": "raise the limit of locked memory: ulimit -l unlimited (limits.conf; UsePAM yes for sshd)",
+    "memlock": "raise the limit on locked memory: ulimit -l unlimited (limits.conf; UsePAM yes for sshd)",
     "peer_access": "set NCCL_P2P_DISABLE=1: these GPUs cannot access each other's memory",
     "fabric_manager": "start the GPUs' fabric manager: systemctl start nvidia-fabricmanager",
     "gathered_views": "use DeepSpeed 0.19 or later, ZeRO-3 or one rank: before 0.19 several CPU ranks cannot gather "
     "parameters at ZeRO-1 and ZeRO-2 with a recent torch",
-    "collective_timeout": "read what the late ranks did last in their logs; for a mixture of experts at ZeRO-3 name "
+    "collective_timeout": "see in the logs what the late ranks did last; for a mixture of experts at ZeRO-3 name "
     "its expert block in zero_optimization.leaf_module.classes",
 }
 # fmt: on
@@ -151,7 +151,7 @@ def flags(settings: Mapping[str, Any]) -> str:
 
 
 def format_list(labels: Sequence[str], most: int | None = None) -> str:
-    """``A, B and C``; of more than ``most`` the first ones and how many more there are."""
+    """``A, B and C``; if there are more than ``most``, the first ones and how many more there are."""
     if most is not None and len(labels) > most:
         labels = [*labels[: most - 1], f"{len(labels) - most + 1} more"]
     return " and ".join([", ".join(labels[:-1]), labels[-1]]) if len(labels) > 1 else labels[0]

@@ -34,9 +34,9 @@ from .decision import (
 from .message_templates import Fact, flags, format_list, runs_of_each, two_digits
 
 MAX_ROWS_NAMED = 6
-"""Most failed rows, or rows left out, that are named one by one."""
+"""Maximum number of failed rows, or of rows left out, that are named one by one."""
 MAX_LETTERS_NAMED = 24
-"""Most letters of labels in a headline, so that it fits on one line: enough for four stages."""
+"""Maximum number of letters of labels in a headline, so that it fits on one line: enough for four stages."""
 MORE_STEPS = 50
 """Measured steps of a run that should decide between rows."""
 _LEAVE_FREE = 0.10
@@ -89,7 +89,7 @@ class Recommendation:
     @property
     def lines(self) -> list[str]:
         """One line each for the answer, the facts and the next steps; a report's notes have the steps of caveats."""
-        # Named here if the headline only counts them, or has another reason.
+        # Named here if the headline only counts them, or gives a different reason.
         unnamed = self.disturbed or sum(map(len, self.undecided)) > MAX_LETTERS_NAMED
         tie = [f"Too close to call: {format_list(self.undecided)}"] if self.undecided and unnamed else []
         steps = (f"Next: {step}" for step in self.next_steps if step.kind not in ("caveat", "run_idle"))
@@ -129,7 +129,7 @@ def recommend(comparison: Comparison, goal: str = "balanced", resume: OpenComman
         provisional = Fact("provisional", {"runs": runs, "lead": lead})
     if eligible.disturbed:
         rows = decision.speeds.candidates
-        # For memory, rows with another optimizer compete as well.
+        # For memory, rows with a different optimizer compete as well.
         compared = rows if goal == "memory" else decision.speeds.with_optimizer_of(choice)
         tied = "looks as fast as any" if choice in decision.tied else "looks best"
         looks = "looks fastest" if choice == decision.fastest else tied
@@ -434,7 +434,7 @@ def _without_choice(
         headline = Fact("none_valid")
     else:
         counts = Counter(run.outcome.status for run in failed)
-        headline = Fact("none_trained", {"counts": [f"{count} {status}" for status, count in counts.items()]})
+        headline = Fact("none_trained", {"counts": [f"{count} × {status}" for status, count in counts.items()]})
     # Settings predicted to make a row train, else what to do about the cause.
     try_next = None
     if resume is not None and _was_interrupted(comparison):

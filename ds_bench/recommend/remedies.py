@@ -1,7 +1,7 @@
 """What to do about a row that failed or is too full.
 
-No formula of memory is here: ``prediction.what_if`` predicted every change when the trial had ended, and the record
-holds the predictions (``Prediction.alternatives``). They are predictions, not promises.
+There are no memory formulas here: ``prediction.what_if`` predicted every change when the trial had ended, and the
+record holds the predictions (``Prediction.alternatives``). They are predictions, not promises.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Ending(NamedTuple):
-    """How a row ended, and the kind of what to do: a template of ``words``."""
+    """How a row ended, and the kind of its remedy (``message_templates.TEMPLATES``)."""
 
     how: str
     remedy: str | Callable[[Run], str]
@@ -38,7 +38,7 @@ class Ending(NamedTuple):
 def _timeout_remedy(run: Run) -> str:
     if run.outcome.phase not in ("hello", "import", "build", "init"):
         return "timeout"
-    # NCCL may have taken a bridge of containers or of virtual machines.
+    # NCCL may have chosen the bridge of containers or virtual machines.
     return "timeout_at_start_of_hosts" if run.trial.placement.num_nodes > 1 else "timeout_at_start"
 
 
@@ -103,7 +103,7 @@ def _gpu_run_lacks_host_memory(run: Run) -> bool:
 
 
 def _is_host_memory(run: Run) -> bool:
-    """Whether what a run lacks is host memory; on the CPU accelerator all memory is."""
+    """Whether the memory that a run lacks is host memory; on the CPU accelerator all memory is."""
     return run.trial.placement.accelerator == "cpu" or run.outcome.status == schema.OOM_HOST
 
 
@@ -183,14 +183,14 @@ def _swaps(run: Run) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortage:
-    """The allocation of one rank that failed; later ones might have failed too."""
+    """One rank's failed allocation; later ones might have failed too."""
 
     requested_bytes: int | None = None
     free_bytes: int | None = None
 
     @property
     def missing_bytes(self) -> int | None:
-        """The least that was missing: requested less free bytes. None unless both are known."""
+        """Lower bound on the missing memory: requested minus free bytes. None unless both are known."""
         if self.requested_bytes is None or self.free_bytes is None:
             return None
         return max(0, self.requested_bytes - self.free_bytes)
@@ -212,7 +212,7 @@ class Shortage:
         target = self.requested_bytes if self.missing_bytes is None else self.missing_bytes
         if target is None or self.fragmented:  # fragmented memory had enough bytes, which says nothing about the limit
             return capacity
-        # The run lacked ``target`` bytes of its prediction, so by the same formulas only this much is there.
+        # The run lacked ``target`` bytes of its prediction, so by the same formulas only this much is available.
         return predicted - target if capacity is None else min(capacity, predicted - target)
 
 
@@ -223,7 +223,7 @@ def shortage_of(run: Run) -> Shortage:
 
 
 def predicted_bytes(trial: Trial, tier: Tier) -> int | None:
-    """Return the predicted peak of a tier, of ``gpu`` per rank, else per node; None without a prediction."""
+    """Return the predicted peak of a tier, for ``gpu`` per rank, otherwise per node; None without a prediction."""
     prediction = stored_prediction(trial)
     sizes = {} if prediction is None else prediction.in_tier(tier)
     return sum(sizes.values()) if sizes else None
@@ -235,7 +235,7 @@ def _requested_a_bucket(run: Run) -> bool:
     elements = block_of(run.trial.ds_config, "zero_optimization").get("reduce_bucket_size", DEFAULT_BUCKET)
     if requested is None or not isinstance(elements, int | float) or not run.trial.configuration.stage:
         return False
-    # Elements take 2 or 4 bytes; messages round what was requested to three digits.
+    # Elements take 2 or 4 bytes; messages round the request to three digits.
     return elements > SMALL_BUCKET and any(abs(requested - width * elements) <= 0.01 * requested for width in (2, 4))
 
 
@@ -258,7 +258,7 @@ class FailedSetup:
     alternatives: tuple[Alternative, ...]
     """Least intrusive first, without strategies whose layout failed here or left the GPU too full."""
     gpu_bytes: int | None
-    """The GPU without what others hold on it; None if it is not known."""
+    """The GPU's memory without the part that others hold; None if it is not known."""
     gpu_limit_bytes: int | None
     """The same, or less if more was missing. None if neither the GPU nor the shortage is known."""
     host_limit_bytes: int | None
@@ -273,8 +273,9 @@ class FailedSetup:
         """Whether a change is predicted to fit with room to spare; ``tightly``: or without."""
         pairs: list[tuple[float, int | None]] = [(change.least_gpu_bytes, self.gpu_bytes)]
         if self.gpu_limit_bytes != self.gpu_bytes:
-            # What a change frees is a difference of formulas, since two replays differ by about 1 % by chance; but one
-            # that needs more by the same method frees nothing, unless it shrinks the very request that failed.
+            # The memory that a change frees is a difference of formulas, since two replays differ by about 1 % by
+            # chance; but a change that needs more by the same method frees nothing, unless it shrinks the very request
+            # that failed.
             pairs.append((change.gpu_bytes, self.gpu_limit_bytes))
             same_method = change.need is not None and change.need.method == self.prediction.gpu_need.method
             if same_method and not _requested_a_bucket(self.run):
@@ -299,7 +300,7 @@ def setup_of(row: ComparisonRow, comparison: Comparison) -> FailedSetup | None:
     a prediction."""
     run, capacity = failed_run(row), comparison.device_capacity_bytes
     if run is None and (excess := excess_bytes(row, comparison)) > 0:
-        # Nothing failed: the excess stands for what a change must free.
+        # Nothing failed: the excess stands in for the memory that a change must free.
         fullest = max(row.successes, key=lambda run: run.row.gpu_percent or 0.0)
         return failed_setup(fullest, comparison, Shortage(requested_bytes=excess, free_bytes=0))
     if run is None:
@@ -314,7 +315,7 @@ def setup_of(row: ComparisonRow, comparison: Comparison) -> FailedSetup | None:
 
 
 def excess_bytes(row: ComparisonRow, comparison: Comparison) -> int:
-    """Return what the row used above ``NEAR_CAPACITY`` of the GPU; 0 if its share or the GPU's size is unknown."""
+    """Return the bytes used above ``NEAR_CAPACITY`` of the GPU; 0 if the row's share or the GPU's size is unknown."""
     if row.gpu_fraction is None or comparison.device_capacity_bytes is None or row.fills_memory:
         return 0
     return int((row.gpu_fraction - NEAR_CAPACITY) * comparison.device_capacity_bytes)
@@ -344,10 +345,10 @@ def failed_setup(run: Run, comparison: Comparison, shortage: Shortage) -> Failed
     trained = {row.configuration.layout for row in rows if row.valid and row.leaves_room}
     # A layout that trained without room left does not help either.
     failed = {row.configuration.layout for row in rows} - trained
-    # On the CPU accelerator host memory is all there is, and predictions have none of a GPU.
+    # On the CPU accelerator host memory is all there is, and predictions include no GPU memory.
     of_device, of_host = (Shortage(), shortage) if _is_host_memory(run) else (shortage, Shortage())
-    # Lowered by what rows that trained hold outside torch's allocator. Never raised, as the same change is then planned
-    # for the whole GPU.
+    # Lowered by the memory that trained rows hold outside torch's allocator. Never raised, because a run of the
+    # change is planned for the whole GPU.
     gpu_bytes = comparison.device_capacity_bytes
     successes = [run.row for row in comparison.rows for run in row.successes]
     outside: float | None = max(measured_values(successes, "gpu_outside_allocator_gb"), default=None)
@@ -389,9 +390,9 @@ def _acts_on(change: Alternative, run: Run) -> bool:
 
 
 def smallest_change(comparison: Comparison) -> Fact | None:
-    """Return the least change that lets one of the rows train, with its settings; None without rows short of memory.
+    """Return the smallest change that lets one of the rows train, with its settings; None without rows short of memory.
 
-    Without such a change, what else there is to try.
+    If there is no such change, return what else to try.
     """
     pairs = ((row, setup) for row in comparison.rows if (setup := setup_of(row, comparison)) is not None)
     setups = list(islice(pairs, MAX_ROWS))
@@ -410,7 +411,7 @@ def smallest_change(comparison: Comparison) -> Fact | None:
 
 
 def suggestion(setup: FailedSetup | None, run: Run, comparison: Comparison) -> Fact:
-    """Return the least change of a run predicted to fit, else what else there is to try.
+    """Return the smallest change to a run that is predicted to fit; if there is none, return what else to try.
 
     ``setup``: of the run; None without a prediction.
     """
@@ -434,7 +435,7 @@ def last_resorts(run: Run) -> str:
 
 
 def ways_to_less_memory(run: Run, comparison: Comparison) -> str:
-    """Return what takes less memory and was not tried in vain, without knowing how much less."""
+    """Return ways to use less memory that were not tried in vain; how much less is unknown."""
     stage, *offload = run.trial.configuration.layout
     failures = ((row.configuration.layout, failed_run(row)) for row in comparison.rows)
     failed = {layout for layout, failure in failures if failure and failure.outcome.status in RAN_OUT}
@@ -449,7 +450,7 @@ def ways_to_less_memory(run: Run, comparison: Comparison) -> str:
 
 
 def less_work(workload: Workload) -> list[str]:
-    """Return the ways to less memory for activations that a row has not used yet."""
+    """Return ways to reduce activation memory that a row has not used yet."""
     if workload.script is not None:  # whose batch is not known, and which takes no flags
         return ["a smaller micro-batch", "activation checkpointing"]
     smaller = ["a smaller micro-batch"] if workload.batch_size > 1 else []
@@ -457,10 +458,10 @@ def less_work(workload: Workload) -> list[str]:
 
 
 def _change_fact(change: Alternative, setup: FailedSetup) -> Fact:
-    """``batch size 2 (predicted 60.00 GB per GPU instead of 90.00 GB)``; ``≈`` marks a figure by the rule."""
+    """``batch size 2 (predicted 60.00 GB per GPU instead of 90.00 GB)``; ``≈`` marks a figure from the rule."""
     gpu = change.least_gpu_bytes, setup.prediction.least_gpu_bytes
     by_rule = change.need is not None and change.need.method == "rule"
-    if _requested_a_bucket(setup.run):  # judged by what the formulas say of it
+    if _requested_a_bucket(setup.run):  # judged by the formulas
         gpu, by_rule = (change.gpu_bytes, setup.prediction.gpu_bytes), True
     sizes = [
         f"{sign}{format_bytes(new)} {where} instead of {format_bytes(old)}"
@@ -479,7 +480,7 @@ def _change_fact(change: Alternative, setup: FailedSetup) -> Fact:
 
 
 def _settings_of_change(change: Alternative, row: ComparisonRow, comparison: Comparison) -> dict[str, Any]:
-    """Return a predicted change of a row as the options of a run."""
+    """Return a predicted change to a row as options of a run."""
     values = {name: value for name, value in change.settings.items() if name != "strategy"}
     strategy = change.settings.get("strategy")
     if strategy is None:

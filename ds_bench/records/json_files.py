@@ -57,7 +57,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def unreadable(path: Path, error: OSError, kind: str, remedy: str) -> UsageError:
-    """Return the error for an unreadable file. ``kind``: its kind; ``remedy``: if the file is of another kind."""
+    """Return the error for an unreadable file. ``kind``: what it should be; ``remedy``: if it is something else."""
     # files.opened reports a file that is too large, or not regular, with these two numbers.
     if error.errno == errno.EFBIG:
         return UsageError(f"{path} is larger than any {kind}", remedy=remedy)
@@ -87,7 +87,7 @@ def parse(kind: type[T], data: bytes, unknown_keys: UnknownKeys = "forbid") -> T
     """Read a JSON text as a ``kind``. Raises InvalidJsonError or InvalidValueError."""
     from pydantic import ValidationError
 
-    if b"NaN" in data or b"Infinity" in data:  # which JSON does not have and pydantic takes for numbers
+    if b"NaN" in data or b"Infinity" in data:  # not JSON, but pydantic accepts them as numbers
         parse_json(data)
     try:
         # strict: otherwise the text "5" would be taken for a number, and the number 1 for true.
@@ -106,12 +106,12 @@ def build(kind: type[T], value: Any, unknown_keys: UnknownKeys = "forbid") -> T:
     """Build a ``kind`` from a JSON value. Raises InvalidValueError."""
     from pydantic_core import to_json
 
-    # Back to text: strict validation takes a list for a tuple only where it reads JSON.
+    # Back to text: strict validation accepts a list as a tuple only when it reads JSON.
     return parse(kind, to_json(value), unknown_keys)
 
 
 def read_lines(kind: type[T], path: Path, max_bytes: int) -> list[T]:
-    """The lines of a file that are a ``kind``; others, as a crash may leave, are left out.
+    """The lines of a file that are a ``kind``; others, which a crash may leave, are left out.
 
     Empty if the file cannot be read or has more than ``max_bytes``.
     """
@@ -127,7 +127,7 @@ _adapters: dict[Any, TypeAdapter[Any]] = {}
 
 
 def adapter(kind: type[T]) -> TypeAdapter[T]:
-    """pydantic's reader of a dataclass. It is kept, as making it takes longer than reading hundreds of records."""
+    """pydantic's reader for a dataclass, cached because making it takes longer than reading hundreds of records."""
     from pydantic import TypeAdapter
 
     if kind not in _adapters:
@@ -164,15 +164,15 @@ def json_text(data: object) -> str:
 
 
 def json_line(data: object) -> bytes:
-    """Format a line of JSON without its end, with dataclasses as objects. Raises ValueError for NaN and infinities."""
+    """Format JSON as a line without a newline, dataclasses as objects. Raises ValueError for NaN and infinities."""
     text = json.dumps(data, allow_nan=False, ensure_ascii=False, default=asdict)
     return text.encode("utf-8", "backslashreplace")
 
 
 def append_line(path: Path, data: object) -> None:
-    """Appends a JSON line and syncs it to disk. Raises ValueError for NaN and infinities.
+    """Append a JSON line and sync it to disk. Raises ValueError for NaN and infinities.
 
-    Raises OSError naming the file if the disk does not take the whole line; the file is then as it was before.
+    Raises OSError naming the file if the whole line cannot be written; the file is then as it was before.
     """
     line = json_line(data) + b"\n"
     # O_NOFOLLOW: a link in another user's run folder would redirect the write.
@@ -181,12 +181,12 @@ def append_line(path: Path, data: object) -> None:
         start = os.fstat(descriptor).st_size
         try:
             rest = memoryview(line)
-            while rest:  # a full disk takes a part of the line, and only the next call fails
+            while rest:  # a full disk accepts part of the line, and only the next call fails
                 rest = rest[os.write(descriptor, rest) :]
             os.fsync(descriptor)
         except OSError as error:
             with contextlib.suppress(OSError):
-                # A part of the line would run into the next one. Only one process appends to a file.
+                # A partial line would run into the next one. Only one process appends to a file.
                 os.ftruncate(descriptor, start)
             raise OSError(error.errno, error.strerror, str(path)) from None
     finally:

@@ -1,9 +1,9 @@
 """Reports on each step while a trial trains: a small file for each rank, the lines of ``steps.jsonl``, and
-event files of TensorBoard.
+TensorBoard event files.
 
 A rank writes its steps to a memory-mapped file (``rank<N>.steps``) without a system call, which is cheap enough between
-two measured steps. The file holds only the last steps; the parent reads it while the trial runs and appends every step
-to ``steps.jsonl``.
+two measured steps. The file holds only the latest steps; the parent reads it while the trial runs and appends every
+step to ``steps.jsonl``.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class StepFileReader:
         self.tokens_per_step = 0
 
     def new_samples(self) -> Iterator[tuple[int, StepSample]]:
-        """Yield number and sample of each step that was not read before; nothing until the rank has made its file."""
+        """Yield the number and sample of each step not yet read; nothing until the rank has made its file."""
         try:
             data = files.read_bytes(self.path, _FILE_BYTES)
         except OSError:
@@ -143,7 +143,7 @@ class StepFileReader:
         if len(data) < _FILE_BYTES:
             return
         count, self.tokens_per_step = _HEADER.unpack_from(data)
-        # If the file is full, the oldest place is left out: the rank may be writing its next step there.
+        # If the file is full, the oldest slot is left out: the rank may be writing its next step there.
         first = max(self._next, count - _CAPACITY + 1)
         self._next = max(count, self._next)
         for number in range(first, count):
@@ -163,17 +163,17 @@ class TensorBoardFile:
     """An event file of one run. It is written when :meth:`flush` is called."""
 
     def __init__(self, folder: Path) -> None:
-        """``folder``: of the run, made where it is missing; TensorBoard shows the run under its name."""
+        """``folder``: the run's, created if missing; TensorBoard shows the run under the folder's name."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         folder.mkdir(parents=True, exist_ok=True)
-        # TensorBoard takes a file for events by "tfevents" in its name.
+        # TensorBoard recognizes an event file by "tfevents" in its name.
         path = folder / f"events.out.tfevents.{time.time_ns()}.ds_bench"
         self._event = Event
-        # Not EventFileWriter, which names its file itself and writes from a thread of its own.
+        # Not EventFileWriter, which chooses the file name itself and writes from its own thread.
         self._records = RecordWriter(path.open("xb"))
-        # The first record of an event file has its version.
+        # The first record of an event file holds the format version.
         self._records.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
 
     def add_scalars(self, values: Mapping[str, float], step: int, when: float) -> None:
@@ -182,11 +182,11 @@ class TensorBoardFile:
         self._records.write(self._event(wall_time=when, step=step, summary=summary).SerializeToString())
 
     def add_summary(self, summary: object, when: float) -> None:
-        """Add what a plugin of TensorBoard makes: a ``Summary`` of its protocol."""
+        """Add what a TensorBoard plugin makes: a ``Summary`` message."""
         self._records.write(self._event(wall_time=when, summary=summary).SerializeToString())
 
     def flush(self) -> None:
-        """Write what was added to the file."""
+        """Write the added values to the file."""
         self._records.flush()
 
     def close(self) -> None:

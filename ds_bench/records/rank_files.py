@@ -1,12 +1,11 @@
 """The files between the parent and the ranks of one trial.
 
-In: ``trial.json`` (what to do), ``ds_config.json``. Out, per rank N: ``rank<N>.json``, written
-whole or not at all and as the rank's last act (``rank<N>.measured.json`` before it, should what
-follows the measured window fail); ``rank<N>.beat`` (progress, 48 bytes rewritten in
-place); ``rank<N>.log`` (output that nobody parses); ``rank<N>.stacks`` (on request). The leader
-of the trial adds a line to ``exits.jsonl`` for every rank that ended.
+In: ``trial.json`` (what to do), ``ds_config.json``. Out, per rank N: ``rank<N>.json``, written atomically as the rank's
+last act (``rank<N>.measured.json`` before it, in case what follows the measured window fails); ``rank<N>.beat``
+(progress, 48 bytes rewritten in place); ``rank<N>.log`` (output that nobody parses); ``rank<N>.stacks`` (on request).
+The leader of the trial adds a line to ``exits.jsonl`` for every rank that ended.
 
-On several hosts each has a private folder with these files; they are sent to the parent's.
+In a job on several hosts, each host has a private folder with these files; they are sent to the parent's folder.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _MAX_EXITS_BYTES = 2**22
 
 
 TRIAL_VARIABLE = "DS_BENCH_TRIAL"
-"""On several hosts the ``scratch_id`` of the trial, in every process that belongs to it."""
+"""On several hosts, the ``scratch_id`` of the trial, in every process that belongs to it."""
 HOST_FOLDER_PREFIX = "ds_bench_trial_"
 """Prefix of the private folder that each of several hosts makes for a trial in its temporary folder."""
 
@@ -53,7 +52,7 @@ def rank_file(folder: Path, rank: int) -> Path:
 
 
 def partial_rank_file(folder: Path, rank: int) -> Path:
-    """What ``rank<N>.json`` will hold, but for the inspection that follows the measured window."""
+    """What ``rank<N>.json`` will hold, except the inspection that follows the measured window."""
     return folder / f"rank{rank}.measured.json"
 
 
@@ -86,13 +85,13 @@ class Assignment:
     collective_timeout_seconds: float | None = None
     """For one collective: longer than any limit of the trial, so that no library ends a rank before the parent does."""
     working_folder: str | None = None
-    """Working folder of the ranks, if a launcher starts them in another; None to stay where they are started."""
+    """Working folder of the ranks, if a launcher starts them elsewhere; None to stay where they are started."""
 
     def save(self, folder: Path, config: Mapping[str, Any]) -> None:
         """Write trial.json and ds_config.json into the trial's folder.
 
-        ``config``: of DeepSpeed; it is written with the private folder for NVMe swapping, and is the only file that
-        holds its credentials; only the user may read it.
+        ``config``: DeepSpeed's, written with the private folder for NVMe swapping. Only its file holds its credentials,
+        and only the user may read it.
         """
         if self.swap_folder is not None:
             config = with_swap_folder(config, self.swap_folder)
@@ -109,8 +108,8 @@ class Assignment:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Assignment:
-        """The inverse of :meth:`to_dict`. Raises ValueError on other shapes."""
-        # Not by json_files.build, which reads UTF-8 only: names of folders may be anything.
+        """The inverse of :meth:`to_dict`. Raises ValueError for data of a different shape."""
+        # Not with json_files.build, which reads only UTF-8: folder names may be any bytes.
         return json_files.adapter(cls).validate_python(data, extra="forbid")
 
 
@@ -132,7 +131,7 @@ class Heartbeat:
 
 
 class HeartbeatWriter:
-    """Reports a rank's progress by one small write in place, cheap enough for the timed loop (about 2 µs)."""
+    """Reports a rank's progress with one small write in place, cheap enough for the timed loop (about 2 µs)."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._file = os.open(beat_file(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -166,7 +165,7 @@ def read_beat(folder: Path, rank: int) -> Heartbeat | None:
         return None
     if not (0 <= phase < len(PHASES) and math.isfinite(when) and math.isfinite(last)):
         return None
-    # A writer reports 0.0 for the last step before there was one.
+    # Before the first step, a writer reports 0.0 for the last one.
     return Heartbeat(pid=pid, time=when, phase=PHASES[phase], step=step, last_step_seconds=last or None)
 
 
@@ -178,14 +177,14 @@ class RankExit:
     """None for a launcher that hides its ranks."""
     pid: int
     code: int | None
-    """Exit code; None when ended by a signal."""
+    """Exit code; None if a signal ended it."""
     signal: int | None
     time: float
     """Seconds since the epoch."""
 
 
 def append_exit(folder: Path, rank: int | None, pid: int, status: int) -> None:
-    """Write how a process ended. ``status``: from ``waitpid``. A full disk is ignored, so that ranks train on."""
+    """Write how a process ended. ``status``: from ``waitpid``. A full disk is ignored, so that ranks keep training."""
     code = os.waitstatus_to_exitcode(status)
     ended = RankExit(
         rank=rank, pid=pid, code=code if code >= 0 else None, signal=-code if code < 0 else None, time=time.time()
@@ -200,8 +199,8 @@ def read_exits(folder: Path) -> list[RankExit]:
 
 
 def shift_times(name: str, data: bytes, seconds: float) -> bytes:
-    """The content of a file of another host, with its times moved to this host's clock; other files as they are."""
-    with contextlib.suppress(ValueError, KeyError, TypeError, struct.error):  # a part of a line, for instance
+    """The content of another host's file, with its times shifted to this host's clock; unchanged if it has no times."""
+    with contextlib.suppress(ValueError, KeyError, TypeError, struct.error):  # an incomplete line, for instance
         if name == EXITS_FILE:
             entries = [json.loads(line) for line in data.splitlines()]
             return b"".join(json_files.json_line({**each, "time": each["time"] + seconds}) + b"\n" for each in entries)

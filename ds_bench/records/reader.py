@@ -36,7 +36,7 @@ RecordKey = tuple[str | None, int, str | None, float | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
-    """The contents of run.json without the trials; the defaults stand for a run without that file."""
+    """The contents of run.json without the trials; the defaults are for a run without that file."""
 
     family: str | None = None
     arguments: tuple[str, ...] = ()
@@ -88,11 +88,11 @@ class StoredRecord:
 
 
 def read_run(path: Path, notes: list[str]) -> RunInfo:
-    """Read run.json. Raises UsageError if it is damaged or of another version; ``notes`` reports a missing file."""
+    """Read run.json. Raises UsageError if it is damaged or of a different version; ``notes`` reports a missing file."""
     if not path.exists():
         notes.append(f"no {path.name}: environment, arguments and the order of the plan are not known")
         return RunInfo()
-    # The trials come last and are nearly the whole file, which need not be read.
+    # The trials come last and make up nearly the whole file; they need not be read.
     with json_files.opened(path) as file, contextlib.suppress(UsageError):
         facts = takewhile(lambda line: not line.startswith(_TRIALS), file)
         info = _read(RunInfo, b"".join(facts).rstrip(b",\n") + b"}", str(path))
@@ -158,7 +158,7 @@ def index_records(path: Path) -> dict[RecordKey, StoredRecord]:
 def read_records(path: Path, planned: Sequence[Trial], notes: list[str]) -> tuple[TrialRecord, ...]:
     """Read the last record of each trial, in the order of the plan. Raises UsageError.
 
-    A line that is not JSON, as a crash may leave, is skipped with a note; JSON that is not a record is refused.
+    A line that is not JSON, which a crash may leave, is skipped with a note; JSON that is not a record is refused.
     """
     latest: dict[str, TrialRecord] = {}
     with json_files.opened(path) as file:
@@ -195,7 +195,7 @@ def _read(kind: type[_Document], data: bytes, where: str) -> _Document:
             raise
         raise UsageError(f"{where} {error}", remedy=_REMEDY) from None
     except InvalidValueError as error:
-        # A document of another version may have other fields: the version is the reason.
+        # A document of a different version may have different fields: the version is then the reason.
         _require_version(data, where)
         raise UsageError(f"{where}: {error}", remedy=_REMEDY) from None
     if read.schema_version != SCHEMA_VERSION or b'"schema_version"' not in data:

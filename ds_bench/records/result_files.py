@@ -12,7 +12,7 @@ from typing import Any
 from ..system.files import write_texts
 from .json_files import json_text
 
-# Those of OWASP, "CSV Injection"; a carriage return has become a line feed by then (_cell).
+# From OWASP, "CSV Injection"; _cell has already replaced carriage returns with line feeds.
 _FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\n")
 
 

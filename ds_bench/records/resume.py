@@ -19,7 +19,7 @@ from .schema import INTERRUPTED, TrialRecord
 
 
 def require_same_machine(store: RunFolder, facts: Environment) -> None:
-    """Raise UsageError if the run used other hardware or versions, so that its rows would not be comparable."""
+    """Raise UsageError if the run used different hardware or versions, so that its rows would not be comparable."""
     earlier = store.load_run().environment
     if earlier is None:
         raise UsageError(f"{store.folder} has no readable environment", remedy="start a new run")
@@ -29,11 +29,11 @@ def require_same_machine(store: RunFolder, facts: Environment) -> None:
 
 
 def require_same_workload(store: RunFolder, trials: Sequence[Trial], leave_out: Sequence[str]) -> None:
-    """Raise UsageError if the run has another workload, placement or inspection, or if its trials cannot be read.
+    """Raise UsageError if the run has a different workload, placement or inspection, or if its trials cannot be read.
 
     Stages, strategies and repeats may be added.
 
-    ``leave_out``: fields that may differ, besides those that a row itself sets. Of a sweep, each stored trial must have
+    ``leave_out``: fields that may differ, besides those that a row itself sets. In a sweep, each stored trial must have
     the workload of one of the points.
     """
     present = {
@@ -49,7 +49,7 @@ def require_same_workload(store: RunFolder, trials: Sequence[Trial], leave_out: 
     known: dict[tuple[str, frozenset[str]], set[str]] = {}
     for stored in reader.read_trials(store.folder / RUN_FILE):
         configuration, workload = stored.configuration, stored.workload
-        # A row that is not requested this time is compared with itself; None is a row of no file.
+        # A row that is not requested this time is compared with itself. None: the row does not come from a file.
         if configuration.file_text not in (None, texts.get(configuration.name, configuration.file_text)):
             raise cannot_resume(
                 store.folder,
@@ -57,7 +57,9 @@ def require_same_workload(store: RunFolder, trials: Sequence[Trial], leave_out: 
                 remedy="put it back as it was (run.json has its text), or start a new run",
             )
         if replace(stored.inspection, checkpoint_path=None) not in inspections:
-            raise cannot_resume(store.folder, "other --profile, --checkpoint or --monitor flags than it began with")
+            raise cannot_resume(
+                store.folder, "different --profile, --checkpoint or --monitor flags from those it began with"
+            )
         script = workload.script
         if script is not None and script.digest not in scripts.get(script.command, {script.digest}):
             raise cannot_resume(
@@ -72,10 +74,10 @@ def require_same_workload(store: RunFolder, trials: Sequence[Trial], leave_out: 
                 f"the file {path} has changed since the run began",
                 remedy="put it back as it was, or start a new run",
             )
-        # A row may set fields of the workload itself, those that are stored as well as those that are added.
+        # A row may itself set fields of the workload, whether it is stored or added.
         left_out = frozenset({*leave_out, *own_changes, *configuration.workload_changes})
         for name, part in (("workload", asdict(workload)), ("placement", placement_facts(stored.placement))):
-            # Kept for each set of fields, as a sweep has thousands of trials and few such sets.
+            # Cached for each set of fields, because a sweep has thousands of trials but few such sets.
             if (name, left_out) not in known:
                 known[name, left_out] = {_text_without(each, left_out) for each in present[name]}
             if (text := _text_without(part, left_out)) not in known[name, left_out]:
@@ -85,7 +87,7 @@ def require_same_workload(store: RunFolder, trials: Sequence[Trial], leave_out: 
 
 
 def _text_without(part: dict[str, Any], left_out: Container[str]) -> str:
-    """A part of a trial as text, without some of its fields; a list and a tuple, as in a file, are the same."""
+    """A part of a trial as text, without some of its fields; as in a file, a list and a tuple are the same."""
     return json.dumps({key: value for key, value in part.items() if key not in left_out}, sort_keys=True)
 
 
@@ -96,7 +98,7 @@ def remaining_trials(trials: Sequence[Trial], done: Sequence[TrialRecord]) -> li
 
 
 def with_retries(store: RunFolder, statuses: Iterable[str]) -> RunFolder:
-    """Return the run with the records of the trials to repeat set aside: those that ended with one of ``statuses``."""
+    """Return the run with the records of trials that ended with one of ``statuses`` set aside; these run again."""
     wanted = {status.lower() for status in statuses}
     retried = (
         (name, index)
@@ -108,6 +110,6 @@ def with_retries(store: RunFolder, statuses: Iterable[str]) -> RunFolder:
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether every trial that a run has planned has ended by itself; False before it has planned any."""
+    """Whether every trial that a run has planned has ended uninterrupted; False before it has planned any."""
     planned = reader.read_trials(folder / RUN_FILE)
     return bool(planned) and not remaining_trials(planned, RunFolder.open(folder).records())

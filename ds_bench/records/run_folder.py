@@ -5,11 +5,11 @@
     <output-dir>/
       zero_comparison_<YYYYmmdd_HHMMSS>.json   flat rows, rewritten whole after every trial
       zero_comparison_<YYYYmmdd_HHMMSS>.csv    the same rows and columns
-      comparison_<YYYYmmdd_HHMMSS>.json        the same of a recipe; its run is runs/comparison_<YYYYmmdd_HHMMSS>
+      comparison_<YYYYmmdd_HHMMSS>.json        the same for a recipe; its run is runs/comparison_<YYYYmmdd_HHMMSS>
       runs/zero_<YYYYmmdd_HHMMSS>/
         run.json                               what was requested, the machine, the versions
         records.jsonl                          records of trials, appended and synced; a trial's last one counts
-        probes.jsonl                           the same of trials that searched for the largest batch or sequence
+        probes.jsonl                           the same for trials that searched for the largest batch or sequence
         trials/<trial id>/                     trial.json, ds_config.json, rank files, logs
 """
 
@@ -76,7 +76,7 @@ class RunFolder:
         runs, prefix = output_dir / "runs", "comparison" if family == "recipe" else family
         try:
             runs.mkdir(parents=True, exist_ok=True)
-            # runs/ may have been there before, so that mkdir does not show whether files can be made.
+            # runs/ may already exist, so that mkdir does not show whether files can be created.
             with tempfile.TemporaryFile(dir=output_dir):
                 pass
             while True:
@@ -84,7 +84,7 @@ class RunFolder:
                 # The run folder may have been deleted and its flat files kept: they are not overwritten.
                 if not (store.json_path.exists() or store.csv_path.exists()):
                     with contextlib.suppress(FileExistsError):
-                        store.folder.mkdir()  # atomic: two runs in one second get different seconds
+                        store.folder.mkdir()  # atomic: two runs that start in one second get different names
                         return store
                 time.sleep(0.1)
         except OSError as error:
@@ -92,10 +92,10 @@ class RunFolder:
 
     @classmethod
     def open(cls, folder: Path) -> RunFolder:
-        """Open an earlier run for ``--resume``. Raises UsageError if it is missing, or could write elsewhere."""
+        """Open an earlier run for ``--resume``. Raises UsageError if it is missing, or if writes could go elsewhere."""
         if not (folder / RUN_FILE).is_file():
             if folder.is_dir() and folder.resolve().parent.name == "runs":
-                problem = "nothing to resume, the run ended before it had settled what to run"
+                problem = "nothing to resume, because the run ended before it had settled what to run"
                 raise cannot_resume(folder, problem, remedy="start it again")
             raise cannot_resume(folder, f"no {RUN_FILE} there", remedy="give a folder below <output-dir>/runs")
         store = cls(folder=folder.resolve())
@@ -125,8 +125,8 @@ class RunFolder:
             except OSError as error:
                 yield f"the run folder cannot be locked ({error.strerror}): a second run in it would not be noticed"
                 return
-            # Under the lock nobody else writes these files, so that a temporary one is of a writer that was killed.
-            # The output folder has files of other runs, too: only files of this stem.
+            # Under the lock nobody else writes these files, so a temporary one was left by a writer that was killed.
+            # The output folder also has files of other runs: only files with this stem are removed.
             for path in (self.json_path, self.recommendation_path):
                 remove_temporaries(path.parent, f"{path.stem}.*")
             for folder in self.folder.glob("**/"):
@@ -139,7 +139,7 @@ class RunFolder:
         write_json(self.folder / RUN_FILE, counted)
 
     def load_run(self) -> reader.RunInfo:
-        """Read run.json to resume the run. Raises UsageError if it is invalid or of another version."""
+        """Read run.json to resume the run. Raises UsageError if it is invalid or of a different version."""
         return reader.read_run(self.folder / RUN_FILE, [])
 
     def trial_folder(self, trial_id: str) -> Path:
@@ -149,7 +149,7 @@ class RunFolder:
         while folder.exists():
             attempt += 1
             folder = self.folder / "trials" / f"{trial_id}{_ATTEMPT}{attempt}"
-        # Not the run's folder, should it have been removed: what had finished would be missing in the new one.
+        # Not the run's folder, if it has been removed: a new one would lack what had finished.
         folder.parent.mkdir(exist_ok=True)
         folder.mkdir()
         return folder
@@ -157,7 +157,7 @@ class RunFolder:
     def append(self, record: TrialRecord, name: str = RECORDS_FILE) -> None:
         """Append the record of a finished trial to a file; it is on disk when this returns."""
         path = self.folder / name
-        # A crash may have cut the last line off: end it, or the new record would be a part of it.
+        # A crash may have cut off the last line: end it, or the new record would become part of it.
         with contextlib.suppress(FileNotFoundError), path.open("rb+") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
             if file.read(1) not in (b"", b"\n"):
@@ -170,7 +170,7 @@ class RunFolder:
         return _record_of(json_line(record.to_dict()), RECORDS_FILE)
 
     def records(self, name: str = RECORDS_FILE) -> list[TrialRecord]:
-        """Read the records of all finished trials in order, without invalid lines, as a crash may leave them."""
+        """Read the records of all finished trials in order, skipping invalid lines, which a crash may leave."""
         try:
             lines = files.read_bytes(self.folder / name, json_files.LARGEST_FILE_BYTES).split(b"\n")
         except FileNotFoundError:
@@ -178,7 +178,7 @@ class RunFolder:
         return [record for line in lines if (record := _record_of(line, name)) is not None]
 
     def counted_records(self, name: str = RECORDS_FILE) -> list[TrialRecord]:
-        """Read the records without the ``retried`` ones; what this command adds counts."""
+        """Read the records except the ``retried`` ones; those that this command adds count."""
         return [record for index, record in enumerate(self.records(name)) if (name, index) not in self.retried]
 
     def write_rows(self, rows: Sequence[Mapping[str, Any]], other_csv: Path | None = None) -> None:
@@ -187,7 +187,7 @@ class RunFolder:
 
 
 def cannot_resume(folder: Path, problem: str, remedy: str = "start a new run") -> UsageError:
-    """The error that a run cannot be resumed."""
+    """The error for a run that cannot be resumed."""
     return UsageError(f"--resume {folder}: {problem}", remedy=remedy)
 
 
@@ -200,7 +200,7 @@ def _record_of(line: bytes, file: str) -> TrialRecord | None:
 
 
 def last_trial_folder(run: Path, trial_id: str) -> Path:
-    """Return the folder of a trial inside its run's folder: of its last attempt."""
+    """Return the folder of a trial's last attempt, inside its run's folder."""
     trials = run / "trials"
     numbered = {path.name.rpartition(_ATTEMPT)[2]: path for path in trials.glob(f"{trial_id}{_ATTEMPT}*")}
     attempts = {int(number): path for number, path in numbered.items() if number.isascii() and number.isdecimal()}
@@ -210,7 +210,7 @@ def last_trial_folder(run: Path, trial_id: str) -> Path:
 def latest_run(output_dir: Path = Path("results")) -> Path:
     """Return the folder of the run whose last trial began latest. Raises UsageError if there is none.
 
-    The times are in the records. Those of the files decide only if no trial was launched: copying changes them.
+    The times are read from the records. The files' own decide only if no trial was launched: copying changes them.
     """
     runs = []
     for file in (output_dir / "runs").glob(f"*/{RECORDS_FILE}"):

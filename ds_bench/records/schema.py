@@ -1,7 +1,7 @@
 """Observations of a trial: a RankMeasurement per rank, an Outcome, and the TrialRecord that holds both.
 
-Samples are stored; ``analysis`` derives from them, and ``report`` rounds. Names end in the unit, such as bytes or
-seconds. None means that a value could not be measured.
+Samples are stored; ``analysis`` derives figures from them, and ``report`` rounds these. Names end in the unit, such as
+bytes or seconds. None means that a value could not be measured.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from ..config.caveats import Caveat
 from ..config.spec import Trial
 
 SCHEMA_VERSION = 1
-"""Format of the stored records; files of another version are refused. History: 1 (2026-11-24)."""
+"""Format of the stored records; files of a different version are refused. History: 1 (2026-11-24)."""
 METHOD_VERSION = 2
 """How numbers are measured; rows of different methods are not compared.
 
-History: 1 (2026-11) first method. 2 (2026-11-21) models train with their own dropout, not with none; CPU ranks wait
+History: 1 (2026-11) first method. 2 (2026-11-21) models train with their own dropout instead of none; CPU ranks wait
 passively, with as many threads as the CPU quota leaves them.
 """
 
@@ -249,8 +249,8 @@ class RankMeasurement:
     repeated_loss: float | None = None
     """Loss on this rank's first batch, computed without dropout after all steps of the trial."""
     weight_change: tuple[float, ...] | None = None
-    """Count sketch of the change by training of this rank's share of the weights (worker/weight_change.py). The sketch
-    of the whole model is the sum over ranks."""
+    """Count sketch of how training changed this rank's share of the weights (worker/weight_change.py). The sketch of
+    the whole model is the sum over ranks."""
     early_window: EarlyWindow | None = None
     """The same over the first steps; None without warm-up steps."""
     grad_norms: tuple[float | None, ...] = ()
@@ -272,7 +272,7 @@ class RankMeasurement:
     """Fraction of the scheduler's periods in the same time when the cgroup's CPU quota stopped its processes; None
     without a quota."""
     attention: str | None = None
-    """Transformers' attention implementation that the model used; None for a model of another library."""
+    """Transformers' attention implementation that the model used; None for a model from another library."""
     compiled_graphs: int | None = None
     """Graphs that torch.compile or DeepCompile compiled by the end of the measured steps; None for a model that runs
     uncompiled."""
@@ -348,12 +348,12 @@ class RankFailure:
     """What ran out: ``device_oom``, ``host_oom``, ``pinned_memory``, ``disk_full``, ``shared_memory`` (/dev/shm) or
     ``memlock`` (locked memory of InfiniBand). Other causes: ``peer_access`` (GPUs without it), ``fabric_manager`` (not
     running), ``collective_timeout`` (NCCL's watchdog), ``gathered_views`` (DeepSpeed before 0.19 on CPU ranks),
-    ``peer_lost`` (a broken collective), or of a script ``no_engine``, ``ended_early`` and ``auto_refused`` (DeepSpeed
-    got "auto" in place of a value); else ``other``."""
+    ``peer_lost`` (a broken collective), or for a script ``no_engine``, ``ended_early`` and ``auto_refused`` (DeepSpeed
+    got "auto" in place of a value); otherwise ``other``."""
     requested_bytes: int | None = None
     free_bytes: int | None = None
     traceback: str = ""
-    """For ``no_engine`` and ``ended_early`` the last line of the rank's output."""
+    """For ``no_engine`` and ``ended_early``, the last line of the rank's output."""
     step: int | None = None
     """0-based number of the step where it happened, warm-up steps included."""
 
@@ -366,7 +366,7 @@ _PHASE_TEXTS = {
     "hello": "while its ranks started",
     "import": "while importing",
     "build": "while building the model",
-    "init": "in optimizer init",
+    "init": "in init",
     "warmup": "in warm-up",
     "loop": "between two steps",
     "forward": "in forward",
@@ -399,7 +399,7 @@ class Outcome:
 
     @property
     def where(self) -> str:
-        """`` in optimizer init``, for a sentence on what happened; empty if the phase is unknown."""
+        """`` in backward``, for a sentence about what happened; empty if the phase is unknown."""
         return f" {_PHASE_TEXTS.get(self.phase, f'in phase {self.phase}')}" if self.phase else ""
 
 
@@ -410,7 +410,7 @@ class GpuWindow:
     index: int
     """NVML's index on its host."""
     host: str | None = None
-    """Name of the host; None on one host."""
+    """Name of the host; None if there is only one."""
     samples: int
     mean_sm_clock_mhz: float | None = None
     max_temperature_celsius: int | None = None
@@ -442,7 +442,7 @@ class TrialRecord:
     start_seconds: float | None = None
     """From the launch to the first warm-up step."""
     gpu_free_start_bytes: int | None = None
-    """Free memory of the job's fullest GPU just before the launch; None without GPUs or without NVML's answer."""
+    """Free memory of the job's fullest GPU just before the launch; None without GPUs, or if NVML does not report it."""
     gpu_windows: tuple[GpuWindow, ...] = ()
     """Clock, power and temperature of each GPU of the job in the measured steps; empty without GPUs."""
     caveats: tuple[str | Caveat, ...] = ()
@@ -451,7 +451,7 @@ class TrialRecord:
 
     def __post_init__(self) -> None:
         if self.outcome.success and not self.ranks:
-            raise ValueError("a trial that succeeded has a measurement of every rank")
+            raise ValueError("a trial that succeeded must have a measurement of every rank")
 
     @property
     def slowest_rank(self) -> RankMeasurement:
@@ -469,7 +469,7 @@ def measured_values(measurements: Sequence[object], name: str) -> list[Any]:
 
 
 def largest_by_category(*ledgers: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
-    """Return the most bytes in each tier and category of ledgers taken at several moments."""
+    """Return the largest size in each tier and category among ledgers taken at several moments."""
     peak: dict[str, dict[str, int]] = {}
     for ledger in ledgers:
         for tier, row in ledger.items():

@@ -17,7 +17,7 @@ from .table_layout import Column, Table, make_table
 
 
 def changes_table(comparison: BeforeAfter) -> Table:
-    """Return a line for each row, with all remarks below, then the differences of machines, versions and settings."""
+    """Return a line for each row, with all remarks below, then the differences in machines, versions and settings."""
     table = make_table(_COLUMNS, comparison.rows, always=len(_COLUMNS))
     remarks = [
         f"{'all rows' if len(labels) == len(comparison.rows) > 1 else '; '.join(labels)}: {text}"
@@ -56,7 +56,7 @@ def as_data(comparison: BeforeAfter) -> dict[str, Any]:
 
 
 def _general_lines(comparison: BeforeAfter) -> Iterator[str]:
-    """Yield differences between machines, versions and settings, and how far ratios can be trusted."""
+    """Yield differences in machines, versions and settings, and how far ratios can be trusted."""
 
     def runs(rows: Iterable[ComparisonRow | None]) -> set[tuple[object, ...]]:
         launched = [run.row for row in rows if row is not None for run in row.runs if run.row.started_at is not None]
@@ -64,7 +64,7 @@ def _general_lines(comparison: BeforeAfter) -> Iterator[str]:
 
     before, after = runs(row.before for row in comparison.rows), runs(row.after for row in comparison.rows)
     if shared := before & after:
-        yield f"{len(shared)} of the {units.format_items(len(after), 'run')} in AFTER are runs of BEFORE too"
+        yield f"{len(shared)} of the {units.format_items(len(after), 'run')} in AFTER are in BEFORE too"
     without_ratio = f"{'' if comparison.environment_unknown else 'hardware differs, so '}no ratio is given"
     for heading, differences in (
         (without_ratio, comparison.hardware),
@@ -92,7 +92,7 @@ def _labels_by_remark(comparison: BeforeAfter) -> dict[str, list[str]]:
         if comparison.environment_unknown:  # printed once for all rows, with the hardware
             reasons = tuple(reason for reason in reasons if reason not in comparison.hardware)
         texts = [*(f"no ratio: {reason}" for reason in reasons), *(f"changed: {change}" for change in row.changes)]
-        # A caveat of both results counts once.
+        # A caveat that both results have counts once.
         for text in dict.fromkeys([*texts, *row.caveats]):
             labels_of.setdefault(text, []).append(row.label)
     return labels_of
@@ -143,7 +143,7 @@ def _figures(row: RowChange) -> str:
 def junit_cases(comparison: BeforeAfter) -> list[TestCase]:
     """Return a test for each row: it fails if the row trained before and does not now, or is new and did not train.
 
-    Unlike those of a baseline, figures have no limit here.
+    Unlike in a check against baselines, figures have no limits here.
     """
     cases = []
     for row in comparison.rows:

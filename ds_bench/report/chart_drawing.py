@@ -1,7 +1,7 @@
 """Charts as matplotlib figures: SVG images for the HTML page, PNG and SVG files for papers.
 
-``comparison_charts`` makes the charts. Bars and lines have colors of 3:1 contrast on white and on the page's dark
-background. Ink is dark, and an SVG of the page swaps it for a light one if the reader prefers a dark color scheme.
+``comparison_charts`` makes the charts. Bars and lines have colors with a 3:1 contrast on white and on the page's
+dark background. Ink is dark, and an SVG of the page swaps it for a light one if the reader prefers a dark color scheme.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ INK, FAINT, RULE, WARNING = "#1b1f24", "#57606a", "#80868c", "#a33b00"
 DARK_INKS = {INK: "#e8ebee", FAINT: "#a3adb8", WARNING: "#ff9a5c"}
 """Ink → its replacement in the page's dark color scheme."""
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#b8508f", "#b07d00", "#7a6fd0", "#80868c", "#847400")
-"""By row or category; after Okabe and Ito, with their bright ones darkened."""
+"""By row or category; after Okabe and Ito, with their bright colors darkened."""
 PAGE_WIDTH, PAGE_FONT_SIZE = 330.0, 11.5
 """Points. A phone shows one point as about one of its pixels."""
 FILE_WIDTH, FILE_FONT_SIZE = 460.0, 9.0
@@ -80,7 +80,7 @@ class Chart:
     """Stem of its files, such as ``throughput``."""
     title: str
     axis: str
-    """Quantity and unit: of the horizontal axis of bars, of the vertical axis otherwise."""
+    """Quantity and unit: for bars, of the horizontal axis; otherwise of the vertical one."""
     values: Sequence[tuple[str, str]]
     """Label and value of each row drawn."""
     draw: Callable[[Any, int], Drawing]
@@ -142,13 +142,13 @@ def _render(chart: Chart, target: Any, width: float, font_size: float, *, title:
         figure = Figure(layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()
-        columns = int(width / font_size / 0.56)  # characters of a line of text
+        columns = int(width / font_size / 0.56)  # characters in a line of text
         drawing = chart.draw(axes, columns)
         height = drawing.height + 4
         if drawing.legend:
             handles, labels = zip(*drawing.legend, strict=True)
             across = max(1, min(3, int(columns / (max(map(len, labels)) + 6.5))))
-            # matplotlib leaves out a label that begins with an underscore; a space of no width comes before it
+            # matplotlib leaves out a label that begins with an underscore; a zero-width space comes before it
             shown = [f"\u200b{printable(label, columns // across - 6)}" for label in labels]
             figure.legend(handles, shown, loc="outside lower left", ncols=across, columnspacing=1, labelspacing=0.3)
             height += 1.4 * -(-len(labels) // across)
@@ -165,7 +165,7 @@ def _render(chart: Chart, target: Any, width: float, font_size: float, *, title:
 
 
 def format_value(value: float | None) -> str:
-    """A value with three significant digits, also for small models: ``45,000``, ``12.3``, ``0.000413``."""
+    """A value with three significant digits, even for small models: ``45,000``, ``12.3``, ``0.000413``."""
     small = value is not None and 0 < abs(value) < 0.01
     return f"{value:.3g}" if small else format_significant(value)
 
@@ -196,7 +196,7 @@ def label_bars(axes: Any, title: str, rows: Sequence[tuple[str, str, bool]], end
                 color=WARNING if failed else INK,
                 in_layout=False,
             )
-    axes.set_xlim(0, end * 1.04 or 1)  # "or 1", since matplotlib warns of an axis whose ends are the same
+    axes.set_xlim(0, end * 1.04 or 1)  # "or 1", since matplotlib warns about an axis whose ends are the same
     # From high to low: the first row is on top, with room for its label above.
     axes.set_ylim(len(rows) - 0.5, -0.8)
     axes.yaxis.set_visible(False)
@@ -245,6 +245,6 @@ def _label_dots(axes: Any, labels: Sequence[DotLabel]) -> None:
         ax=axes,
         expand=(1.2, 1.6),
         force_text=(0.3, 0.6),
-        iter_lim=300,  # a limit of time would make two drawings of the same numbers differ
+        iter_lim=300,  # a time limit would make two drawings of the same numbers differ
         arrowprops={"arrowstyle": "-", "color": FAINT, "lw": 0.7},
     )

@@ -1,4 +1,4 @@
-"""Tables over several comparisons: of a sweep by model and strategy, and of ``model-size`` by size and pass."""
+"""Tables across several comparisons: by model and strategy for a sweep, by size and pass for ``model-size``."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ _SHAPE_KEYS = {
 """Dimension of a model → its config keys."""
 _NOT_SYNCHRONIZED = (
     "NOT SYNCHRONIZED, wrong on purpose: the clock was read without waiting for the device. On a GPU these are the "
-    "times of launching the work, so every figure derived from them is wrong."
+    "times taken to launch the work, so every figure derived from them is wrong."
 )
 
 
@@ -197,7 +197,7 @@ def has_passes(reports: Sequence[ComparisonReport]) -> bool:
 
 
 def pass_tables(reports: Sequence[ComparisonReport]) -> list[Table]:
-    """Return the times of every pass of every model and, for several passes, a table of models by pass.
+    """Return the times of every pass of every model and, if there are several passes, a table of models by pass.
 
     Models are in order of appearance, passes in the order of a training step.
     """

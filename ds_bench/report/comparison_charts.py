@@ -54,9 +54,9 @@ _TIERS: Mapping[Tier, tuple[str, str, str]] = {
 
 
 def charts_of(comparison: Comparison, recommended: str | None = None) -> tuple[list[Chart], list[str]]:
-    """Every chart that a comparison has numbers for, in reading order, and a sentence for each that it has none for.
+    """Every chart that a comparison has numbers for, in reading order, and a sentence on those that it has none for.
 
-    Rows that failed appear only in charts of memory, at what they asked for. ``recommended``: key of the row to mark.
+    Rows that failed appear only in charts of memory, at the size they needed. ``recommended``: key of the row to mark.
     """
     rows = _Rows(comparison=comparison, recommended=recommended)
     candidates = (
@@ -82,7 +82,7 @@ def charts_of(comparison: Comparison, recommended: str | None = None) -> tuple[l
     )
     charts = [chart for chart in candidates if chart is not None]
     if not rows.measured:
-        sentence = "only the memory that rows asked for is drawn" if charts else "there is nothing to draw"
+        sentence = "only the memory that rows needed is drawn" if charts else "there is nothing to draw"
         return charts, [f"No row succeeded, so {sentence}."]
     names = {chart.name for chart in charts}
     shown = {
@@ -170,7 +170,7 @@ def _throughput_chart(rows: _Rows) -> Chart | None:
         end = max([*speeds, *(row.interval[1] for row in drawn if row.interval), *(max(own) for own in runs if own)])
         return Drawing(label_bars(axes, unit, [(*label, False) for label in labels], end, columns))
 
-    note = "Bars are geometric means of runs, dots are runs, whiskers are 95 % confidence intervals (from 3 runs on)."
+    note = "Bars are geometric means of runs, dots are runs, whiskers are 95 % confidence intervals (3 or more runs)."
     if any(len(values) > MAX_DOTS for values in runs):
         note += f" Only the first {MAX_DOTS} runs are drawn."
     note = rows.note(note, measured, drawn)
@@ -178,7 +178,7 @@ def _throughput_chart(rows: _Rows) -> Chart | None:
 
 
 class _Bar(NamedTuple):
-    """A bar of one part or more."""
+    """A bar of one or more parts."""
 
     label: str
     text: str
@@ -188,7 +188,7 @@ class _Bar(NamedTuple):
     predicted: float | None = None
     """The total predicted before the run."""
     requested: float | None = None
-    """What a row that lacked memory needed at least, or was predicted to need."""
+    """The minimum that a row that lacked memory needed, or its predicted need."""
 
 
 def _stacked_chart(
@@ -200,7 +200,7 @@ def _stacked_chart(
     note: str,
     capacity: tuple[float, str] | None,
 ) -> Chart:
-    """Bytes in GB by category. ``capacity``: a line to draw, and its label."""
+    """Memory in GB by category. ``capacity``: a line to draw, and its label."""
 
     def part(index: int) -> Callable[[_Bar], str]:
         return lambda bar: format_value(bar.parts[index]) if bar.parts else MISSING
@@ -262,7 +262,7 @@ def _stacked_chart(
 
 
 def _axis_end(drawn: Iterable[float], requests: Sequence[float], capacity: tuple[float, str] | None) -> float:
-    """The axis reaches the capacity if the drawn values stay readable or a row asked for more memory.
+    """The axis reaches the capacity if the drawn values stay readable or a row did not fit.
 
     Requests extend it to at most twice the rest.
     """
@@ -294,8 +294,8 @@ def _memory_chart(rows: _Rows, tier: Tier) -> Chart | None:
     if by_category and tier != "nvme":
         note += ". The figure on the right is the measured peak"
     if any(not bar.parts for bar in bars):
-        note += ". Hatched: rows that ran out of memory or were skipped for lack of it, at what they needed at least "
-        note += "or were predicted to need"
+        note += ". Hatched: rows that ran out of memory or were skipped for lack of it, at the minimum that they "
+        note += "needed or were predicted to need"
     return _stacked_chart(
         f"ledger-{tier}",
         title,
@@ -311,7 +311,7 @@ def _has_ledger(row: ComparisonRow, tier: Tier) -> bool:
 
 
 def _memory_bar(row: ComparisonRow, tier: Tier, rows: _Rows, by_category: bool) -> _Bar | None:
-    """The bytes of the run with most of them; None if the row has none in this tier, or failed for another reason."""
+    """The bytes of the run with the most; None if the row has none in this tier, or failed for another reason."""
     label = rows.label(row)
     if not row.succeeded:
         request = _request(row, tier, rows.comparison)
@@ -322,7 +322,7 @@ def _memory_bar(row: ComparisonRow, tier: Tier, rows: _Rows, by_category: bool) 
     total = sum(ledger[category] for category in CATEGORIES)
     if not total and not peak:
         return None
-    # Categories, each at its own maximum, may exceed the peak; the rest is then nothing.
+    # Categories, each at its own maximum, may exceed the peak; the rest is then zero.
     parts = [*(ledger[category] for category in CATEGORIES), max(0, (peak or 0) - total)]
     run, predicted = row.successes[0], None
     prediction = stored_prediction(run.trial)
@@ -347,7 +347,7 @@ def _capacity_line(comparison: Comparison, tier: Tier) -> tuple[float, str] | No
 
 
 def _request(row: ComparisonRow, tier: Tier, comparison: Comparison) -> tuple[float | None, str] | None:
-    """GB that a failed or skipped row needed at least or was predicted to need, with a label; None if it had room.
+    """The minimum GB that a failed or skipped row needed or was predicted to need, with a label; None if it had room.
 
     The bytes in use when an allocation failed plus that allocation, else the prediction; None GB if neither is known.
     """
@@ -371,7 +371,7 @@ def _request(row: ComparisonRow, tier: Tier, comparison: Comparison) -> tuple[fl
 
 
 def _pareto_chart(rows: _Rows) -> Chart | None:
-    """Throughput against peak GPU memory, on CPU ranks host memory; a line joins the front.
+    """Throughput against peak GPU memory, or host memory on CPU ranks; a line joins the front.
 
     None without a front or a second row.
     """
@@ -396,8 +396,8 @@ def _pareto_chart(rows: _Rows) -> Chart | None:
         note += " Rows without a label are in the table."
     if failed:
         note += (
-            " Crosses on the axis: rows that ran out of memory or were skipped for lack of it, at what they needed at "
-            "least or were predicted to need."
+            " Crosses on the axis: rows that ran out of memory or were skipped for lack of it, at the minimum that "
+            "they needed or were predicted to need."
         )
 
     def draw(axes: Any, _columns: int) -> Drawing:
@@ -466,7 +466,7 @@ def _line_chart(
             lines.append((row, points))
     if not lines:
         return None
-    # Warm-up lasts until a real step was taken: the fewest steps of any run are warm-up in every run.
+    # Warm-up lasts until a real step is taken: the length of the shortest is warm-up in every run.
     ranks = (rank for row in rows.measured for run in row.successes for rank in run.ranks)
     warmup = min((len(rank.warmup_step_seconds) for rank in ranks), default=0)
 

@@ -1,6 +1,6 @@
 """Columns of a comparison as people read it: of the short table, of the whole one, and of tables of details.
 
-The columns of the JSON and CSV files are ``analysis.row``.
+The columns of the JSON and CSV files are in ``analysis.row``.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class TableColumn(Column[ComparisonRow]):
 
 
 def row_status(row: ComparisonRow, with_sign: Callable[[str], str]) -> str:
-    """The status of the first run that failed, else of the first; with how many runs failed if not all did.
+    """The status of the first failed run, or of the first run if none failed; with how many failed if not all did.
 
     ``with_sign`` puts a sign in front of a status: not every font has the emoji of the terminal.
     """
@@ -63,12 +63,12 @@ def row_status(row: ComparisonRow, with_sign: Callable[[str], str]) -> str:
 
 
 def failure_text(outcome: Outcome) -> str:
-    """How a run failed and where, in one line: ``OOM in optimizer init, asked 50.2 GB, 3.60 GB free``."""
+    """How a run failed and where, in one line: ``OOM in init, requested 50.2 GB, 3.60 GB free``."""
     where = outcome.where
     if outcome.requested_bytes is not None or outcome.free_bytes is not None:
-        asked = "" if outcome.requested_bytes is None else f", asked {format_gigabytes(outcome.requested_bytes)}"
+        size = "" if outcome.requested_bytes is None else f", requested {format_gigabytes(outcome.requested_bytes)}"
         free = "" if outcome.free_bytes is None else f", {format_gigabytes(outcome.free_bytes)} free"
-        return f"{outcome.status}{where}{asked}{free}"
+        return f"{outcome.status}{where}{size}{free}"
     cause = " ".join((outcome.error or "").split())
     if cause.startswith(outcome.status):  # an exception's class, with its phase
         return cause
@@ -135,11 +135,12 @@ TABLE_COLUMNS: tuple[TableColumn, ...] = (
             lambda row: row.tokens_per_second if row.rate_unit == "tokens/s" else None, format_rate),
     _number("Samples/s", "samples of the whole job, where a sample is not a sequence of the given length",
             lambda row: row.samples_per_second, format_significant, page_only=True),
-    TableColumn(heading="Tokens/s, 95 %", meaning="95 % confidence interval of the mean tokens/s, from three runs on",
+    TableColumn(heading="Tokens/s, 95 %",
+                meaning="95 % confidence interval of the mean tokens/s, with three or more runs",
                 cell=_throughput_interval, value=lambda row: None if row.interval is None else row.interval[0],
                 page_only=True),
     _number("Relative", "throughput as a multiple of the baseline row's", lambda row: row.ratio, format_ratio),
-    TableColumn(heading="95 % interval", meaning="95 % confidence interval of the multiple, from three runs on",
+    TableColumn(heading="95 % interval", meaning="95 % confidence interval of the multiple, with three or more runs",
                 cell=_ratio_interval, value=lambda row: None if row.ratio_interval is None else row.ratio_interval.low,
                 priority=1),
     _number("GPU peak GB", "peak allocated device memory of the fullest rank, worst run",
@@ -209,14 +210,14 @@ def _searched(row: ComparisonRow, policy: str, size: str) -> str:
 
 
 def _relative_margin(row: ComparisonRow) -> str:
-    """How far the 95 % interval reaches from the mean, as a factor less 1."""
+    """How far the 95 % interval reaches from the mean, as a factor minus 1."""
     if row.interval is None or row.interval[0] <= 0:
         return MISSING
     return f"{float(f'{100 * (math.sqrt(row.interval[1] / row.interval[0]) - 1):.2g}'):,g} %"
 
 
 def _against(row: ComparisonRow, chosen: ComparisonRow) -> str:
-    """``1.13× faster`` than the chosen row; with ``?`` if that was not tested, below three runs."""
+    """``1.13× faster`` than the chosen row; with ``?`` if that was not tested, with fewer than three runs."""
     if row.key == chosen.key or row.tokens_per_second is None or not chosen.tokens_per_second:
         return MISSING
     if row.differences or chosen.differences:
@@ -282,7 +283,7 @@ def detail_tables(comparison: Comparison) -> list[Table]:
 
 
 def _columns(headings: Mapping[str, str], cell: Callable[[ComparisonRow, str], str]) -> list[Column[ComparisonRow]]:
-    """The label and a column for each key of ``headings``, whose cells get the key."""
+    """The label, and a column for each key of ``headings``; ``cell`` gets a row and the key."""
 
     def of_key(key: str) -> Cell:
         return lambda row: cell(row, key)
@@ -309,7 +310,7 @@ def _checkpoint_table(rows: Sequence[ComparisonRow]) -> Table:
 
 
 def _step_table(rows: Sequence[ComparisonRow]) -> Table:
-    """Parts and costs of a step, as shares of the parts' sum."""
+    """Parts of a step, as shares of their sum, and its costs."""
 
     def has_parts(run: Run) -> bool:
         row = run.row

@@ -60,7 +60,7 @@ class ComparisonReport:
 
     @cached_property
     def row_notes(self) -> Mapping[str, tuple[Caveat, ...]]:
-        """The caveats of each row, by its key, with why it has no ratio or failed; one caveat for each text."""
+        """The caveats of each row, by its key, and why it has no ratio or failed; one caveat for each text."""
         found: dict[str, tuple[Caveat, ...]] = {}
         first: dict[str, Caveat] = {}
         for row in self.comparison.rows:
@@ -75,7 +75,7 @@ class ComparisonReport:
 
     @cached_property
     def labels_by_note(self) -> Mapping[Caveat, Sequence[str]]:
-        """Every note once, with the labels of its rows: first those of the whole comparison, without labels."""
+        """Every note once, with the labels of its rows; notes on the whole comparison come first, without labels."""
         general = dict.fromkeys(self.comparison.caveats, ())
         labels: dict[Caveat, list[str]] = {}
         for row in self.comparison.rows:
@@ -96,7 +96,7 @@ class ComparisonReport:
 
     @property
     def profiles(self) -> list[tuple[str, str]]:
-        """A heading and several lines of text for each profile, of the run of a row that stands for it."""
+        """A heading and several lines of text for each profile, from the run that represents its row."""
         texts = []
         for row in self.comparison.rows:
             profiled = (

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import pandas
 
 _DTYPES: Mapping[Any, str] = {str: "string", bool: "boolean", int: "Int64", float: "float64"}
-"""Type of a column → pandas' type for it, which has a missing value: a column has one type, whatever a result holds."""
+"""Type of a column → pandas' type for it, which allows missing values: the type of a column never depends on them."""
 
 
 def data_frame(rows: Sequence[Mapping[str, Any]]) -> pandas.DataFrame:

@@ -74,11 +74,11 @@ def require_deepspeed(configuration: Configuration) -> None:
 def write_exports(
     record: TrialRecord, folder: Path, environment: Environment | None = None, doubt: str | None = None
 ) -> list[Path]:
-    """Write the five files, or two for a script's row, replacing older ones whole. Return their paths.
+    """Write the five files, or two for a script's row, replacing older ones. Return their paths.
 
-    ``doubt``: a line for the top of the README if it is open whether this is the row to use. A failed row is written
-    too, and its README says so. Raises UsageError for a row of a reference engine, a folder that cannot be written, and
-    a configuration with NaN or an infinity.
+    ``doubt``: a line for the top of the README if it is undecided whether this is the row to use. A failed row is
+    written too, and its README says so. Raises UsageError for a row of a reference engine, a folder that cannot be
+    written, and a configuration with NaN or an infinity.
     """
     require_deepspeed(record.trial.configuration)
     if record.trial.workload.script is not None:
@@ -119,7 +119,7 @@ def write_planned_rows(rows: Sequence[PlanRow], folder: Path) -> list[str]:
             doubt += f", and may {risk}"
         doubt += "."
         if trial.configuration.uses_nvme:
-            doubt += f" {placement.nvme_path} stands for your NVMe folder."
+            doubt += f" Replace {placement.nvme_path} with your NVMe folder."
         if nodes > 1:
             doubt += f" For {nodes} nodes, set num_machines in accelerate.yaml and run its command on each node."
         name = folder_name(row.configuration.name)
@@ -139,7 +139,7 @@ def write_planned_rows(rows: Sequence[PlanRow], folder: Path) -> list[str]:
 
 @contextlib.contextmanager
 def _writing_to(folder: Path) -> Iterator[None]:
-    """Make the folder of an export, and raise UsageError for what cannot be written within this context."""
+    """Make the folder of an export, and raise UsageError if a file cannot be written within this context."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         yield
@@ -166,7 +166,7 @@ def _write_script_export(record: TrialRecord, folder: Path, doubt: str | None) -
     script, how = record.trial.workload.script, f"The same command trains with it{where}:"
     if script is not None and script.config_source == "override":
         how = f"Put its values in place of the script's own DeepSpeed values, then run{where}:"
-    lines += [f"`{RAW_FILE}` is your own file with the changes of this row. {how}", "", command]
+    lines += [f"`{RAW_FILE}` is your own file with this row's changes. {how}", "", command]
     with _writing_to(folder):
         write_json(folder / RAW_FILE, config)
         write_text(folder / README_FILE, "\n".join([*lines, ""]))
@@ -176,7 +176,7 @@ def _write_script_export(record: TrialRecord, folder: Path, doubt: str | None) -
 def training_command(trial: Trial, config: Path) -> str:
     """Return the torchrun command that trains a row's script with a configuration.
 
-    On several hosts, run it on each, with the file at the same path; ``srun`` does that by itself.
+    On several hosts, run it on each, with the file at the same path; ``srun`` does that for you.
     """
     script = trial.workload.script
     assert script is not None
@@ -217,8 +217,8 @@ def raw_config(record: TrialRecord) -> Config:
     # The trial swapped to a private folder; the export names the user's.
     if trial.placement.nvme_path is not None:
         config = deepspeed_config.with_swap_folder(config, trial.placement.nvme_path)
-    # Written out because defaults differ between versions of DeepSpeed: gradient_clipping is 1.0 since 0.19.3 and was 0
-    # before, pin_memory is true since 0.19.5 and was false before.
+    # Written out because defaults differ between versions of DeepSpeed: gradient_clipping has been 1.0 since 0.19.3 and
+    # was 0 before; pin_memory has been true since 0.19.5 and was false before.
     resolved = record.ranks[0].resolved_config if record.ranks else {}
     zero, resolved_zero = block_of(config, "zero_optimization"), block_of(resolved, "zero_config")
     defaults: list[tuple[Any, str, Any]] = [(config, "gradient_clipping", resolved)]
@@ -235,7 +235,7 @@ def raw_config(record: TrialRecord) -> Config:
 def trainer_config(record: TrialRecord) -> Config:
     """Return a file for ``TrainingArguments(deepspeed=…)``: "auto" where the Trainer needs it, else what ran."""
     config = raw_config(record)
-    # The Trainer derives these from its arguments and refuses other values (fill_match).
+    # The Trainer derives these from its arguments and refuses different values (fill_match).
     config.update(dict.fromkeys(BATCH_KEYS, "auto"))
     config["gradient_clipping"] = "auto"
     # Accelerate, which the Trainer uses too, refuses a file without this block (DeepSpeedPlugin).
@@ -302,20 +302,20 @@ def accelerate_config(record: TrialRecord) -> Config:
     """Return the file for ``accelerate.yaml``, without optimizer and scheduler, which the user's code makes."""
     config = raw_config(record)
     kind = deepspeed_config.optimizer_kind(config)
-    # With these blocks Accelerate wants DummyOptim and DummyScheduler in the user's code (accelerator.py).
+    # With these blocks Accelerate requires DummyOptim and DummyScheduler in the user's code (accelerator.py).
     config.pop("optimizer", None)
     config.pop("scheduler", None)
     # The total depends on the number of ranks, which the YAML's num_processes may change.
     config["train_batch_size"] = "auto"
     config.setdefault("zero_optimization", {"stage": 0})
     if offload_device(config, "offload_optimizer") and kind not in ("adam", "adamw"):
-        # Otherwise Accelerate replaces any optimizer by DeepSpeedCPUAdam (utils/deepspeed.py).
+        # Otherwise Accelerate replaces any optimizer with DeepSpeedCPUAdam (utils/deepspeed.py).
         config["zero_force_ds_cpu_optimizer"] = False
     return config
 
 
 def accelerate_yaml(record: TrialRecord, config_file: Path) -> str:
-    """Return a file for ``accelerate launch``: processes and files only, because it refuses what the JSON sets too."""
+    """Return a file for ``accelerate launch``: only processes and files, as it refuses keys that the JSON sets too."""
     import yaml
 
     placement = record.trial.placement
@@ -371,7 +371,7 @@ def _readme(
         launcher += ["--include", placement.include] if placement.include else []
         launcher += ["--master_addr", placement.master_addr] if placement.master_addr else []
         launcher += ["--master_port", str(placement.master_port)] if placement.master_port else []
-    elif placement.hosts:  # of a job of Slurm or torchrun
+    elif placement.hosts:  # in a Slurm or torchrun job
         launcher = _torchrun(placement, "torchrun")
     launcher = [*device, *launcher]
     flags = [word for name, value in trainer_arguments(record).items() for word in (f"--{name}", value)]
@@ -414,7 +414,7 @@ def _readme(
 
 
 def _torchrun(placement: Placement, *program: str) -> list[str]:
-    """Return torchrun's command line for a placement; under Slurm srun starts it. ``program``: how to call torchrun."""
+    """Return torchrun's command line for a placement; in Slurm, srun starts it. ``program``: how to call torchrun."""
     ranks = f"--nproc-per-node={placement.ranks_per_node}"
     if not placement.hosts:
         return [*program, ranks]
@@ -443,7 +443,7 @@ def _optimizer(raw: Config, accelerate: Config) -> str:
     params = dict(block_of(block_of(raw, "optimizer"), "params"))
     # DeepSpeed picks the class by this key; no class takes it as an argument.
     on_torch = bool(params.pop("torch_adam", False))
-    # Also with offload, where Accelerate replaces torch's by DeepSpeedCPUAdam (utils/deepspeed.py).
+    # Also with offload, where Accelerate replaces torch's with DeepSpeedCPUAdam (utils/deepspeed.py).
     if kind in ("adam", "adamw") and (offloaded or on_torch):
         decoupled = params.pop("adam_w_mode", True) or kind == "adamw"
         maker = "torch.optim.AdamW" if decoupled else "torch.optim.Adam"
@@ -458,7 +458,7 @@ def _optimizer(raw: Config, accelerate: Config) -> str:
 
 
 def _facts(record: TrialRecord, environment: Environment | None) -> Iterator[tuple[str, str]]:
-    """Yield measurements, versions and facts of the machine: label and escaped text."""
+    """Yield measurements, versions and facts about the machine: label and escaped text."""
     if record.outcome.success and record.ranks:
         from ..analysis.row import make_run  # here, so that pydantic does not delay the first trial
 

@@ -103,7 +103,7 @@ def _template_engine() -> Environment:
     return Environment(
         loader=PackageLoader("ds_bench.report"),
         autoescape=True,
-        # A misspelled name in a template is an error, not an empty text.
+        # A misspelled name in a template is an error, not an empty string.
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -115,7 +115,7 @@ def _status(row: ComparisonRow) -> str:
 
 
 def _answer(report: ComparisonReport) -> dict[str, Any]:
-    """The recommendation, without what the notes below it state."""
+    """The recommendation, without the facts that the notes below it state."""
     answer = report.recommendation
     facts = (answer.provisional, *answer.facts, answer.alternative)
     why = answer.headline.values.get("why")

@@ -18,6 +18,13 @@ from .table_layout import Column, Table, make_table, wrap
 
 _MAX_SENTENCE_WIDTH = 100
 _FITS_CELLS = {FITS: "yes", TIGHT: "tight", DOES_NOT_FIT: "no", UNKNOWN: "?"}
+_VERDICT_VERBS = {
+    FITS: ("fits", "fit"),
+    TIGHT: ("is tight", "are tight"),
+    UNKNOWN: ("is not known", "are not known"),
+    DOES_NOT_FIT: ("does not fit", "do not fit"),
+}
+"""Verdict → its verb for one row, and for several."""
 _CATEGORIES: Mapping[str, tuple[str, ...]] = {
     "Params": ("parameters", "gathered_parameters"),
     "Grads": ("gradients",),
@@ -53,9 +60,9 @@ class PlanRow:
     decisive_tiers: tuple[str, ...] = ()
     """The memory tiers that decide the verdict, ``gpu`` and ``host``; empty if the row fits."""
     min_gpus: int | None = None
-    """None unless requested, or if no number of GPUs is enough."""
+    """None if not requested, or if no number of GPUs is enough."""
     max_batch: int | None = None
-    """None unless requested, or if not even one sequence fits."""
+    """None if not requested, or if not even one sequence fits."""
 
     @property
     def configuration(self) -> Configuration:
@@ -103,23 +110,28 @@ def answer_text(plan: MemoryPlan) -> str:
         tightly = ""
         if best.verdict == TIGHT:
             on_gpu = "gpu" in best.decisive_tiers
-            tightly = "tight (may retry allocations or run out)" if on_gpu else "nearly fills the host's memory"
+            tightly = "is tight (may retry allocations or run out)" if on_gpu else "nearly fills the host's memory"
         needs = _needs(trial, best.prediction)
         if total == 1:
-            text = f"{best.label} {'fits' if not tightly else f'is {tightly}' if on_gpu else tightly}: {needs}"
+            text = f"{best.label} {tightly or 'fits'}: {needs}"
         else:
             verdicts = [row.verdict for row in plan.rows]
-            words = {FITS: "fits" if verdicts.count(FITS) == 1 else "fit", TIGHT: "tight", UNKNOWN: "not known"}
-            words[DOES_NOT_FIT] = "does not fit" if verdicts.count(DOES_NOT_FIT) == 1 else "do not fit"
-            counts = (f"{verdicts.count(each)} {word}" for each, word in words.items() if each in verdicts)
-            text = f"{', '.join(counts)}; {best.label} is the simplest{f', but {tightly}' if tightly else ''}: {needs}"
+            counts = (
+                f"{verdicts.count(each)} {singular if verdicts.count(each) == 1 else plural}"
+                for each, (singular, plural) in _VERDICT_VERBS.items()
+                if each in verdicts
+            )
+            place = "the simplest"
+            if verdicts.count(best.verdict) == 1:
+                place = "the only one known to fit" if UNKNOWN in verdicts else "the only one that fits"
+            text = f"{', '.join(counts)}; {best.label} is {place}{f', but {tightly}' if tightly else ''}: {needs}"
         text += _without_offload(plan, trial)
     elif unknown := next((row for row in plan.rows if row.verdict == UNKNOWN), None):
         prediction = unknown.prediction
         why = f"activations are not counted: {prediction.unknown}"
         if prediction.unknown is None:
             why = f"the prediction leaves out {format_list(prediction.gpu_need.unknowns)}"
-        text = f"not known, because {why}; without that {unknown.label} takes {_needs(unknown.trial, prediction)}"
+        text = f"not known, because {why}; apart from that {unknown.label} needs {_needs(unknown.trial, prediction)}"
     else:
         text = f"{plan.rows[0].label} does not fit" if len(plan.rows) == 1 else "nothing fits"
         if plan.unknown:
@@ -135,7 +147,7 @@ def answer_text(plan: MemoryPlan) -> str:
             text += f": {_needs(change.trial, change.prediction)}"
             text += _without_offload(plan, change.trial)
         else:
-            # The smallest need in the tier that is too small in all rows.
+            # The smallest need in the tier that is too small for all rows.
             on_host = all("host" in row.decisive_tiers for row in plan.rows)
             sizes = [
                 (row.prediction.host_bytes if on_host else row.prediction.least_gpu_bytes, row.label)
@@ -148,8 +160,10 @@ def answer_text(plan: MemoryPlan) -> str:
 
 
 def _without_offload(plan: MemoryPlan, trial: PlannedTrial) -> str:
-    """Return a clause with the GPUs, or the change of a row, needed without offload; empty if ``trial`` has none, or
-    there are enough."""
+    """Return a clause with the GPUs, or the change to a row, needed without offload.
+
+    Empty if ``trial`` does not offload, or there are enough GPUs.
+    """
     if not trial.configuration.offloads:
         return ""
     count = what_if.min_gpus_without_offload(trial, plan.gpu_bytes, plan.host_bytes)
@@ -216,7 +230,7 @@ def plan_table(plan: MemoryPlan) -> Table:
         return f"{'≥ ' if row.max_batch == what_if.LARGEST_BATCH else ''}{row.max_batch:,}"
 
     def mostly(row: PlanRow) -> str:
-        """Name what takes most of the host's memory if only that is too small, else of the GPU's."""
+        """Name the largest part of the host's memory if only that memory is too small, otherwise of the GPU's."""
         tier = "host" if row.decisive_tiers == ("host",) else "gpu"
         name, size = row.prediction.biggest_in(tier)
         return f"{'host: ' if tier == 'host' else ''}{category_text(name, tier)} {_gb(size)}"
@@ -232,7 +246,7 @@ def plan_table(plan: MemoryPlan) -> Table:
         *([Column("Largest batch", largest_batch)] if plan.shows_max_batch else []),
         Column("Largest part, GB", mostly, left=True, priority=1),
         Column(
-            "Would fit with",
+            "To fit, use",
             lambda row: "" if row.change is None else row.change.text,
             left=True,
             priority=2,
@@ -254,8 +268,8 @@ def plan_table(plan: MemoryPlan) -> Table:
     constant = "" if plan.requested.varying_lengths else " for sequences of constant length"
     notes = [
         f"predicted{constant}; nothing was run. GB is 2^30 bytes",
-        "GPU GB, per GPU: the least that the row can train in, and what it reserves if there is room to spare; "
-        "host and NVMe GB are per node",
+        "GPU GB, per GPU: the minimum needed to train, and what is reserved if there is room to spare; host and NVMe "
+        "GB are per node",
     ]
     notes += plan.notes
     if loading := [row.label for row in plan.rows if row.prediction.host_phase == "load"]:
@@ -273,10 +287,10 @@ def plan_table(plan: MemoryPlan) -> Table:
     for why in dict.fromkeys(why for row in plan.rows for why in row.prediction.gpu_need.unknowns):
         notes.append(f"not predicted: {why}")
     if plan.shows_min_gpus and plan.requested.ranks_per_node != 1:
-        whole = f"GPUs needed are whole nodes of {plan.requested.ranks_per_node}"
-        notes.append(f"beyond one node, {whole}, unless the given number fits")
+        whole = f"GPUs needed is rounded up to whole nodes of {plan.requested.ranks_per_node}"
+        notes.append(f"beyond one node, {whole}, unless --num-gpus already fits")
     if plan.shows_min_gpus or plan.shows_max_batch:
-        notes.append("with the fewest GPUs or the largest batch a row may be tight")
+        notes.append("at the number of GPUs or the batch shown, a row may still be tight")
     for reason in dict.fromkeys(filter(None, (row.prediction.unknown for row in plan.rows))):
         if plan.unknown is None:
             labels = [row.label for row in plan.rows if row.prediction.unknown == reason]
@@ -285,14 +299,14 @@ def plan_table(plan: MemoryPlan) -> Table:
 
 
 def _method_notes(plan: MemoryPlan) -> Iterator[str]:
-    """Yield what the second figure of the rows is, and why some are not replayed."""
+    """Yield notes on the second figure of the rows, and on why some rows are not replayed."""
     needs = {row.label: row.prediction.gpu_need for row in plan.rows}
     methods = {need.method for need in needs.values() if not need.is_lower_bound}
     varies = plan.requested.varying_lengths
     if varies:
         yield (
             "lengths vary: the second figure assumes that they grow, so that no cached block is large enough for the "
-            "next sequence; a first step with the longest sequences avoids most of it"
+            "next sequence; a first step with the longest sequences avoids most of this"
         )
     if "rule" in methods:
         of_some = "" if len(methods) == 1 else ", unless allocations were replayed,"
@@ -328,7 +342,7 @@ def _category_table(plan: MemoryPlan) -> Table:
         if named:
             notes.append(f"{text}: {', '.join(named)}")
     process = format_gigabytes(PROCESS_BYTES)
-    notes.append(f"Other and {process} of host memory per rank are assumptions; the rest is computed")
+    notes.append(f"the Other column, and {process} of host memory per rank, are assumptions; the rest is computed")
     if plan.num_gpus > 1:
         low, high = map(format_gigabytes, NCCL_RANGE_BYTES)
         notes.append(

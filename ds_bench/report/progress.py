@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 class ProgressReporter:
     """Prints how each trial ended, and how long the rest of the comparison is likely to take.
 
-    ``trials``: those that will run. ``repeats``: runs of each row. ``verbose``: also that a trial begins, its caveats
+    ``trials``: those that will run. ``repeats``: runs of each row. ``verbose``: also when a trial begins, its caveats
     and its files.
     """
 
@@ -46,7 +46,7 @@ class ProgressReporter:
         self._wall_seconds: list[float] = []
 
     def replan(self, trials_left: int) -> None:
-        """Count with another number of trials from here on."""
+        """Use a different total from here on: the trials that have begun, and ``trials_left``."""
         self._total = self._number + trials_left
 
     def begin(self, trial: Trial) -> ProgressCallback:
@@ -69,7 +69,7 @@ class ProgressReporter:
             if progress.last_step_seconds:
                 # The rest of this trial by its last step, later trials by the mean of those done.
                 rest = max(0, warmup + steps - progress.step) * progress.last_step_seconds
-                # Until a trial has ended, this one's time stands for those to come.
+                # Until a trial has ended, this one's time stands in for the mean.
                 mean_seconds = self._mean_wall_seconds() or progress.elapsed_seconds + rest
                 left = format_duration(rest + mean_seconds * (self._total - self._number))
                 text += f", last step {format_duration(progress.last_step_seconds)}, about {left} left"
@@ -134,9 +134,9 @@ def count_line(plan: RunPlan) -> str:
     """``4 points × 3 rows × 2 runs = 24 trials``, and how many of them will not run."""
     trials, runs, points = plan.trials, plan.options.repeats, len(plan.plans)
     rows = {len(each.configurations) for each in plan.plans}
-    count, most = f"{len(trials):,} trial{'s' if len(trials) != 1 else ''}", max(rows)
-    if len(rows) == 1 and len(trials) == points * most * runs:
-        factors = ((points, "point"), (most, "row"), (runs, "run"))
+    count, max_rows = f"{len(trials):,} trial{'s' if len(trials) != 1 else ''}", max(rows)
+    if len(rows) == 1 and len(trials) == points * max_rows * runs:
+        factors = ((points, "point"), (max_rows, "row"), (runs, "run"))
         parts = [f"{number:,} {name}{'s' if number > 1 else ''}" for number, name in factors if number > 1]
         count = " × ".join(parts) + f" = {count}" if len(parts) > 1 else count
     unsupported = sum(bool(trial.unsupported) for trial in trials)
@@ -152,17 +152,20 @@ def count_line(plan: RunPlan) -> str:
 
 
 def stand_in_line(plan: RunPlan) -> str | None:
-    """Say which size stands for the one that a search will find; None without a search."""
+    """Say which size stands in for the one that a search will find; None without a search."""
     if not plan.options.searches_size:
         return None
     what, size = "--batch-size auto: each micro-batch", 1
     if plan.options.auto_seq:
         what, size = "--seq-length auto: each sequence length", plan.trials[0].workload.seq_length
-    return f"{what} is found by probes when this is run; {size} stands for it here"
+    return f"{what} is found by probes when this is run; {size} stands in for it here"
 
 
-def run_plan_lines(plan: RunPlan, most: int) -> list[str]:
-    """The plan as a table: of a sweep a line for each point, else for each row; ``most`` lines, and how many more."""
+def run_plan_lines(plan: RunPlan, max_lines: int) -> list[str]:
+    """The plan as a table with a line for each point of a sweep, or for each row without one.
+
+    At most ``max_lines`` of them are given, and then how many more there are.
+    """
     cells = []
     tier: Tier = "gpu" if plan.placement.accelerator == "cuda" else "cpu"
     if len(plan.plans) > 1:
@@ -188,8 +191,8 @@ def run_plan_lines(plan: RunPlan, most: int) -> list[str]:
             cells.append((first.configuration.label, str(count), memory, fits))
     memory = "GPU memory" if tier == "gpu" else "host memory"
     columns = [Column[str](heading) for heading in (headings[0], "trials", memory, headings[1])]
-    lines = Table(columns=columns, rows=cells[:most]).to_terminal(1000)
-    left = [f"and {len(cells) - most:,} more"] if len(cells) > most else []
+    lines = Table(columns=columns, rows=cells[:max_lines]).to_terminal(1000)
+    left = [f"and {len(cells) - max_lines:,} more"] if len(cells) > max_lines else []
     stand_in = stand_in_line(plan)
     return [count_line(plan), "", *(line.text for line in lines), *left, *(["", stand_in] if stand_in else [])]
 
@@ -226,7 +229,7 @@ def nsys_command(family: str, arguments: Sequence[str], environ: Mapping[str, st
         return None
     launcher = ["--launcher", "deepspeed"]  # the last one counts
     flags = "--trace=cuda,nvtx,cublas --sample=none --capture-range=cudaProfilerApi --capture-range-end=repeat"
-    # A dry run prints this command too, which is meant to run.
-    asked = [argument for argument in arguments if argument != "--dry-run"]
-    command = invocation.comparison(family, [*asked, *launcher])
+    # A dry run prints this command too, but the command itself is meant to run.
+    repeated = [argument for argument in arguments if argument != "--dry-run"]
+    command = invocation.comparison(family, [*repeated, *launcher])
     return f"nsys profile {flags} --output=nsys_window {command}"

@@ -23,7 +23,7 @@ from .memory_plan import category_text, gpu_range
 from .table_layout import Column, Table, wrap
 
 _SAME_FRACTION = 0.01
-"""Changes of a total below this fraction count as none; categories that change less are not listed."""
+"""A total that changes by less than this fraction counts as unchanged; categories that change less are not listed."""
 _WIDEST = 200
 """Width of a table in characters; what a setting acts on may be long."""
 _WIDEST_TEXT = 80
@@ -228,7 +228,7 @@ def _key_rows(difference: RowDifference) -> Iterator[Cells]:
         if abs(each.difference_bytes) > _SAME_FRACTION * max(tier.a_bytes, tier.b_bytes)
     }
     for key in difference.keys:
-        # A key that one row switches off and the other does not read changes nothing.
+        # A key that one row switches off makes no difference if the other does not set or read it.
         if {key.a, key.b} != {None, False} and (
             not key.from_layout or key.path.endswith((".stage", ".device")) or changed.intersection(key.acts_on)
         ):

@@ -14,7 +14,7 @@ from ..system.terminal import escape_controls, to_ascii
 from ..units import MISSING
 
 MAX_TEXT_WIDTH = 120
-"""Columns of a sentence; a table may be wider."""
+"""Maximum width of a sentence in columns; a table may be wider."""
 _LABEL_WIDTH, _MIN_LABEL_WIDTH = 16, 12
 """Columns that labels keep while other columns can be dropped, and in any case."""
 _MARKUP = re.compile(r"[\\|*`~]|(?<=\])\(|(?<![^\W_])_|_(?![^\W_])|&(?=#?\w+;)|^[#>]")
@@ -98,10 +98,10 @@ class Table:
         return f"<table>\n<thead>{row('th', self.headings)}</thead>\n<tbody>\n{body}\n</tbody></table>"
 
     def to_terminal(self, width: int, *, unicode: bool = True) -> list[Line]:
-        """The table as lines of at most ``width`` columns if words and numbers leave that room.
+        """The table as lines of at most ``width`` columns, if words and numbers fit.
 
-        A terminal too narrow for it gets headings of two lines, then fewer columns, and last wrapped labels.
-        ``unicode``: else ASCII only.
+        A terminal too narrow for it gets headings of two lines, then fewer columns, and finally wrapped labels.
+        ``unicode``: if false, ASCII only.
         """
 
         def shown(text: str) -> str:
@@ -198,7 +198,9 @@ def _lay_out(table: Table, shown: Callable[[str], str], width: int) -> tuple[lis
     for row, style in zip(rows, table.styles or [""] * len(rows), strict=True):
         if len(row) == len(headings):
             indent = " " * (len(row[0]) - len(row[0].lstrip()) + 2)
-            label = textwrap.wrap(row[0], widths[0], subsequent_indent=indent, break_on_hyphens=False) or [""]
+            label = [row[0]]
+            if cell_len(row[0]) > widths[0]:
+                label = textwrap.wrap(row[0], widths[0], subsequent_indent=indent, break_on_hyphens=False) or [""]
             lines += [Line(join([label[0], *(row[i] for i in kept[1:])]), style), *(Line(s, style) for s in label[1:])]
             continue
         texts = [f"{pad(row[0], 0)}  {row[1]}", f"{row[0]}  {row[1]}"]
@@ -208,7 +210,7 @@ def _lay_out(table: Table, shown: Callable[[str], str], width: int) -> tuple[lis
 
 
 def printable(text: str, unicode: bool = True) -> str:
-    """The text on one line without control characters. ``unicode``: else in ASCII."""
+    """The text on one line without control characters. ``unicode``: if false, in ASCII."""
     return escape_controls(text) if unicode else to_ascii(escape_controls(text))
 
 

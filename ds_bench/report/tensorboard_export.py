@@ -32,7 +32,7 @@ TrackedRuns = Mapping[tuple[str, str], "tuple[Run, list[TrialStep]]"]
 
 
 def tracked_runs(results: Sequence[Result]) -> TrackedRuns:
-    """Every trial once; of a trial that several results hold, the one with its steps."""
+    """Every trial once; if several results hold it, the one with its steps."""
     # A flat JSON of a run has no steps, but its run folder may be among the results.
     folders = {folder.name: folder for result in results if (folder := run_folder_of(result.source)) is not None}
     # Files of the same name in two folders would otherwise be one group.
@@ -58,7 +58,7 @@ def write_tensorboard(runs: TrackedRuns) -> str:
         while folder in folders:  # "a b" and "a-b"
             folder = folder.with_name(f"{folder.name}+")
         folders.add(folder)
-        # Only files of this package: others may write to this folder too.
+        # Only this package's files: other programs may write to this folder too.
         for old in folder.glob("events.out.tfevents.*.ds_bench"):
             old.unlink()
         row = run.row.values()
@@ -83,14 +83,14 @@ def write_tensorboard(runs: TrackedRuns) -> str:
 
 
 def _plain(name: str) -> str:
-    """The name with only the characters that a folder may have."""
+    """The name with only the characters that a folder's name may have."""
     return re.sub(r"[^\w.+=-]", "-", name).lstrip(".") or "run"
 
 
 def _steps(run: Run, run_folder: Path | None) -> Iterator[TrialStep]:
     """Yield the steps in ``steps.jsonl``, which has memory too; without it, the steps of the record.
 
-    A trial without either yields nothing, such as a flat row or one that failed without ``--monitor``.
+    A trial with neither, such as a flat row or one that failed without ``--monitor``, yields nothing.
     """
     if run_folder is not None and (monitored := read_steps(last_trial_folder(run_folder, run.trial.trial_id))):
         yield from monitored

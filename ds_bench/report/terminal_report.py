@@ -62,9 +62,9 @@ def print_reports(
 ) -> None:
     """Print the reports one after another, then the tables that compare them.
 
-    If passes other than training steps or the sizes of ``model-size`` were timed, print only their tables, and with
-    ``in_short`` of several reports only their answers, for a sweep that has just run; neither with ``as_markdown`` or
-    ``verbose``.
+    If passes other than training steps or the sizes of ``model-size`` were timed, print only their tables. With
+    ``in_short``, for a sweep that has just run, print only the answers of several reports. Neither applies with
+    ``as_markdown`` or ``verbose``.
     """
     of_passes, brief = combined_table.has_passes(reports), not as_markdown and not verbose
     tables = (combined_table.pass_tables if of_passes else combined_table.model_tables)(reports)
@@ -269,5 +269,6 @@ def _notes_of_rows(
         long = any("," in label for label in labels)  # as in rows of axes and files
         named = f"{len(labels)} rows" if long and len(labels) > 2 else format_list(labels, most=4)
         which = "All rows" if len(trained) > 1 and trained <= {*labels} else named
-        example = f" (e.g. {labels[0]})" if len(texts) > 1 or which == f"{len(labels)} rows" else ""
+        example = f" (e.g. {labels[0]})" if which == f"{len(labels)} rows" else ""
+        example = f" (figures from {labels[0]})" if len(texts) > 1 else example
         yield f"{which}{example}: {next(iter(texts))}."

@@ -1,1 +1,1 @@
-"""Facts about this machine, without judging them."""
+"""This machine: facts about it, without judging them, and its processes, files and terminal."""

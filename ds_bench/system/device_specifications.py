@@ -1,10 +1,10 @@
 """Memory and peak rates of accelerators, by the name of the device.
 
-``device_specifications.json`` has three facts. ``compute_capability``: of NVIDIA's devices only
+``device_specifications.json`` has three facts per device. ``compute_capability``: for NVIDIA's devices only
 (developer.nvidia.com/cuda-gpus).
 ``memory_gb``: the device's total as CUDA or HIP reports it (``torch.cuda.mem_get_info``), with ECC on if that is the
 default, in GB of 2**30 bytes, by the name that a user gives. It is less than the name says if the manufacturer counts
-in 10**9, or driver and ECC take a part: an "80 GB" H100 shows about 79.1, and drivers differ by some tenths.
+in 10**9, or driver and ECC take some: an "80 GB" H100 shows about 79.1, and drivers differ by a few tenths.
 ``*_tflops``: dense rates in 10**12 FLOP/s, without 2:4 sparsity, accumulating in fp32; null if the device has no such
 units or the rate is not known.
 """
@@ -36,10 +36,10 @@ def names() -> tuple[str, ...]:
 
 
 def peak_tflops(device_name: str, precision: str) -> float | None:
-    """Dense peak of one device in 10**12 FLOP/s, for the name as NVML or torch reports it.
+    """Dense peak of one device in 10**12 FLOP/s, given its name as NVML or torch reports it.
 
-    ``precision``: bf16, fp16, fp32 or tf32. None for a device that is not in the table, or without such units (bf16 on
-    a V100). A part of a device (MIG, vGPU) and a relative of one (Laptop, Ti, D) are other devices.
+    ``precision``: bf16, fp16, fp32 or tf32. None for a device that is not in the table, or has no such units (bf16 on
+    a V100). A part of a device (MIG, vGPU) and a relative of one (Laptop, Ti, D) count as different devices.
     """
     devices = {row["name"]: row for row in _table()}
     matching = matching_names(device_name, devices)
@@ -47,7 +47,7 @@ def peak_tflops(device_name: str, precision: str) -> float | None:
 
 
 def compute_capability(text: str) -> tuple[int, int] | None:
-    """Return that of the NVIDIA device that a user's or driver's name means; None for a size or another device."""
+    """Return that of the NVIDIA device that a user's or driver's name refers to; None for sizes and other devices."""
     rows = {name: row for row in _table() for name in (row["name"], *row.get("memory_gb", {}))}
     for name in (*matching_names(text, rows), *_devices_with_memory(text)):
         if "compute_capability" in rows[name]:
@@ -62,10 +62,10 @@ def is_size(text: str) -> bool:
 
 
 def matching_names(text: str, names: Iterable[str]) -> list[str]:
-    """Return the ``names`` that ``text`` means: literally, else without what a driver adds to a device's name.
+    """Return the ``names`` that ``text`` refers to: literally, or without what a driver adds to a device's name.
 
     Form factor and memory type are left out first, then the size, then size and memory type, then all three. So
-    "H100 PCIe 80GB" is the "H100 PCIe" if that exists, and never another device whose name begins the same.
+    "H100 PCIe 80GB" is the "H100 PCIe" if that exists, and never a different device whose name begins the same way.
     """
     without_size = _SIZE_IN_NAME.sub(" ", text)
     without_type = _MEMORY_TYPE.sub(" ", without_size)
@@ -80,7 +80,7 @@ def _without_form(text: str) -> str:
 
 
 def memory_bytes(text: str) -> int:
-    """Return the memory in bytes that a GPU's name means, or a size: ``80GB``, ``24GiB``, or ``79.1`` times 2**30.
+    """Return the memory in bytes for a GPU's name or for a size: ``80GB``, ``24GiB``, or ``79.1`` times 2**30.
 
     A name may also be one that nvidia-smi prints: ``NVIDIA H100 80GB HBM3``. A size is taken literally: ``80GB`` is
     80 × 2**30, more than an "80 GB" GPU shows. Raises UsageError with the most similar names for anything else.
@@ -92,7 +92,7 @@ def memory_bytes(text: str) -> int:
         size_gb = float(size[1])
         if 0 < size_gb <= _MAX_GB:
             return from_gb(size_gb)
-        why = "no memory" if size_gb <= 0 else f"beyond {_MAX_GB:,} GB"
+        why = "not a positive size" if size_gb <= 0 else f"more than {_MAX_GB:,} GB"
         shown = text if len(text) < 20 else f"{text[:20]}…"
         raise UsageError(f"--gpu {shown!r} is {why}", remedy="give a card or its memory, such as --gpu 80GB")
     prefix = _normalize(_without_form(text))
@@ -105,14 +105,14 @@ def memory_bytes(text: str) -> int:
         problem, remedy = f"may be {' or '.join(matching)}", "name one"
     else:
         problem = "is not a known GPU"
-        known = f"known are {', '.join(_EXAMPLES)} and {len(names()) - len(_EXAMPLES)} more."
+        known = f"known GPUs are {', '.join(_EXAMPLES)} and {len(names()) - len(_EXAMPLES)} more."
         remedy = f"did you mean {format_series(near)}?" if near else known
         remedy += " Or give its memory: --gpu 80GB"
     raise UsageError(f"--gpu {text!r} {problem}", remedy=remedy)
 
 
 def _devices_with_memory(text: str) -> list[str]:
-    """Names of devices with known memory that ``text`` means; a size in it must agree with the device's memory.
+    """Names of devices with known memory that ``text`` refers to; a size in it must agree with the device's memory.
 
     If no name matches, every name that is ``text`` followed by a size: ``A100`` fits two.
     """

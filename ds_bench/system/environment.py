@@ -83,7 +83,7 @@ class Environment:
     """CUDA version that torch was built for; ``None`` for a CPU build."""
     gpu_driver_version: str | None = None
     gpus: tuple[GpuFacts, ...] = ()
-    """GPUs that ``CUDA_VISIBLE_DEVICES`` leaves, in its order."""
+    """GPUs that ``CUDA_VISIBLE_DEVICES`` leaves visible, in its order."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that affect training, secrets redacted."""
     hosts: tuple[Environment, ...] = ()
@@ -192,7 +192,7 @@ def comparability_differences(a: Environment, b: Environment) -> list[str]:
 def hardware_differences(a: Environment, b: Environment) -> list[str]:
     """Return differences in GPUs, processor and cores; they make a ratio of throughputs meaningless.
 
-    For jobs on several hosts those are compared, because the launching host need not be among them.
+    For jobs on several hosts, those hosts are compared, because the launching host need not be among them.
     """
     if a.hosts and b.hosts:
         kinds = [
@@ -303,11 +303,11 @@ def require_packages(purpose: str, names: Sequence[str] = RUN_PACKAGES, extra: s
         raise PreflightError(problem, remedy=f"install with {install_command(extra)}")
 
 
-def require_installed(package: str, asked_by: str) -> None:
-    """Raise UsageError if a package is missing. ``asked_by``: the flag and value that need it."""
+def require_installed(package: str, needed_by: str) -> None:
+    """Raise UsageError if a package is missing. ``needed_by``: the flag and value that need it."""
     if missing_packages([package]):
         raise UsageError(
-            f"{asked_by}: the package {package} is not installed", remedy=f"install it with pip install {package}"
+            f"{needed_by}: the package {package} is not installed", remedy=f"install it with pip install {package}"
         )
 
 
@@ -337,7 +337,7 @@ def recorded_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def cpu_model(root: Path) -> str | None:
-    """Return the processor's ``model name``; on ARM, which has none, the numbers of implementer and part."""
+    """Return the processor's ``model name``; on ARM, which has none, the implementer and part numbers."""
     lines = (line.partition(":") for line in (read_text(root / "proc/cpuinfo") or "").splitlines())
     facts = {name.strip(): value.strip() for name, _, value in lines}
     if "CPU part" in facts and "model name" not in facts:
@@ -359,7 +359,7 @@ def read_interpreter(python: str) -> Interpreter:
     version = found.python_version.split(".")
     if tuple(map(int, version[:2])) < _OLDEST:
         problem = f"--python {python} is Python {found.python_version}"
-        raise PreflightError(problem, remedy="give one of Python 3.9 or newer")
+        raise PreflightError(problem, remedy="give Python 3.9 or newer")
     if missing := [name for name in ("torch", "deepspeed") if name not in found.packages]:
         problem = f"the script's interpreter {python} has no {' and no '.join(missing)}"
         raise PreflightError(problem, remedy="install it there, or give --python VENV/bin/python")

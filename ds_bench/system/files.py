@@ -1,7 +1,7 @@
-"""Reads files of other programs: regular files only, up to a size, without waiting for a writer.
+"""Reads files of other programs: regular files only, up to a maximum size, without waiting for a writer.
 
-Writes files whole or not at all. Checks that a folder can be written and that its disk is not full. Tells
-file systems in memory and on the network from others.
+Writes files whole or not at all. Checks that a folder can be written and that its disk is not full. Tells in-memory and
+network file systems from others.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def opened(path: Path, max_bytes: int) -> Iterator[BinaryIO]:
 
 
 def read_bytes(path: Path, max_bytes: int) -> bytes:
-    """Return the contents of a regular file. Raises OSError as :func:`opened` does, also if it grows past the limit."""
+    """Return the contents of a regular file. Raises OSError as :func:`opened` does, and if it grows past the limit."""
     with opened(path, max_bytes) as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
@@ -61,10 +61,10 @@ def read_bytes(path: Path, max_bytes: int) -> bytes:
 
 
 def write_text(path: Path, text: str, mode: int = 0o666) -> None:
-    """Replace a file at once: temporary name, fsync, rename. The target of a link is replaced, not the link; a device
-    or pipe is written to.
+    """Replace a file atomically: temporary name, fsync, rename.
 
-    ``mode``: permissions before the umask is applied. Raises OSError naming the file.
+    The target of a link is replaced, not the link; a device or pipe is written to. ``mode``: permissions before the
+    umask is applied. Raises OSError naming the file.
     """
     write_texts({path: text}, mode)
 
@@ -72,7 +72,7 @@ def write_text(path: Path, text: str, mode: int = 0o666) -> None:
 def write_texts(texts: Mapping[Path, str], mode: int = 0o666) -> None:
     """Write several files as :func:`write_text` does; no file is replaced before all are on disk.
 
-    So a full disk changes nothing; only a kill between two renames leaves some new and some old.
+    A full disk therefore changes nothing; only a kill between two renames leaves some new and some old.
     """
     renames: list[tuple[Path, Path]] = []
     target = Path()
@@ -148,7 +148,7 @@ def disk_is_full(folder: str | None) -> bool:
         return False
     try:
         with tempfile.TemporaryFile(dir=folder) as probe:
-            # This takes blocks; statvfs(3) does not show a user's quota.
+            # This allocates blocks; statvfs(3) does not show a user's quota.
             os.posix_fallocate(probe.fileno(), 0, FULL_DISK_BYTES)
     except OSError as error:
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -211,6 +211,6 @@ def file_system(path: Path) -> str | None:
         mounts = [(Path(mount.mountpoint), mount.fstype) for mount in psutil.disk_partitions(all=True)]
     except OSError:
         return None
-    # The deepest mount above the path holds it; of several at one place the last, which covers the others.
+    # The deepest mount above the path holds it; if there are several at one place, the last, which covers the others.
     holding = [mount for mount in reversed(mounts) if path.resolve().is_relative_to(mount[0])]
     return max(holding, key=lambda mount: len(mount[0].parts), default=(None, None))[1]

@@ -86,7 +86,7 @@ def read_gpus(library: Any = None) -> GpuInventory:
             library = pynvml
         nvml = library
         nvml.nvmlInit()
-    except Exception:  # no module, no driver, or a driver of another version: in each case no GPUs
+    except Exception:  # no module, no driver, or a mismatched driver: in each case no GPUs
         return GpuInventory()
     try:
         count = _call(nvml, "nvmlDeviceGetCount") or 0
@@ -97,17 +97,17 @@ def read_gpus(library: Any = None) -> GpuInventory:
 
 
 def select_visible(environ: Mapping[str, str], gpus: tuple[GpuFacts, ...]) -> tuple[GpuFacts, ...]:
-    """Return the GPUs that ``CUDA_VISIBLE_DEVICES`` leaves, read the way torch reads it, as the ranks will.
+    """Return the GPUs that ``CUDA_VISIBLE_DEVICES`` leaves visible, read the way torch reads it, as the ranks will.
 
-    A list ends at the first entry that names no GPU; a GPU named twice leaves none. A number is NVML's index: CUDA
+    A list ends at the first entry that names no GPU; naming a GPU twice leaves none. A number is NVML's index: CUDA
     agrees if all GPUs are alike or ``CUDA_DEVICE_ORDER`` is ``PCI_BUS_ID``; otherwise it puts the fastest first. CUDA
-    gives a process at most one MIG instance, so only the first entry counts then.
+    gives a process at most one MIG instance, so only the first entry counts if it names one.
     """
     selection = environ.get("CUDA_VISIBLE_DEVICES")
     if selection is None:
         return gpus
     entries = selection.split(",")
-    # The entries of the first one's kind, up to the first of another kind.
+    # The entries of the same kind as the first, up to the first of a different kind.
     if selection.startswith("MIG-"):
         entries = entries[:1]
     elif selection.startswith("GPU-"):
@@ -117,7 +117,7 @@ def select_visible(environ: Mapping[str, str], gpus: tuple[GpuFacts, ...]) -> tu
         entries = [number[1] for number in numbers if number]
     named: list[GpuFacts] = []
     for entry in entries:
-        # The beginning of a UUID is enough if no other has it.
+        # The beginning of a UUID is enough if no other begins with it.
         matches = [
             gpu
             for gpu in gpus
@@ -142,7 +142,7 @@ def _call(nvml: Any, function: str, *arguments: Any) -> Any:
         return None
 
 
-# Numbers of NVML's C interface. They stay, whereas the module's names for them differ between versions.
+# Numbers from NVML's C interface. They are stable, whereas the module's names for them differ between versions.
 _CLOCK_SM, _CLOCK_MEMORY, _SENSOR_CHIP = 1, 2, 0
 _MEMORY_V2 = 0x02000028  # nvmlMemory_v2: the version, and 40 bytes
 _THROTTLE_REASONS = {
@@ -162,7 +162,7 @@ _HARMLESS_REASONS = frozenset({"gpu_idle", "applications_clocks_setting", "sync_
 
 
 def _read_gpu(nvml: Any, index: int) -> GpuFacts:
-    """All facts of one GPU. A GPU without any is still counted."""
+    """All facts about one GPU. A GPU without any is still counted."""
     handle = _call(nvml, "nvmlDeviceGetHandleByIndex", index)
     if handle is None:
         return GpuFacts(index=index)
@@ -170,7 +170,7 @@ def _read_gpu(nvml: Any, index: int) -> GpuFacts:
     def get(name: str, *arguments: Any) -> Any:
         return _call(nvml, f"nvmlDeviceGet{name}", handle, *arguments)
 
-    # The first version of this call counts what the driver reserves as total and used.
+    # The first version of this call includes what the driver reserves in both total and used.
     memory = get("MemoryInfo", _MEMORY_V2)
     capability, mig_modes = get("CudaComputeCapability"), get("MigMode")
     energy_millijoules = get("TotalEnergyConsumption")
@@ -231,7 +231,7 @@ class DeviceLocks:
     """The result of locking the devices of a run."""
 
     waited: bool = False
-    """Whether another run held one of them: facts of the machine that were read before may have changed."""
+    """Whether another run held one of them: facts about the machine that were read earlier may have changed."""
     notes: list[str] = field(default_factory=list)
     """Why a second run on a device would not be noticed."""
 
@@ -253,7 +253,7 @@ def device_names(accelerator: str, gpus: Sequence[GpuFacts], slots: Iterable[int
 
 @contextmanager
 def locked_devices(names: Mapping[str, str], say: Callable[[str], None]) -> Iterator[DeviceLocks]:
-    """Hold the locks of these devices. Wait for those that another run holds, and ``say`` so once each.
+    """Hold the locks of these devices. Wait for those that another run holds, and ``say`` so once for each.
 
     Locks are taken in the order of their names, so that two runs never wait for each other.
     """

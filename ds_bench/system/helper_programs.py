@@ -1,8 +1,8 @@
 """Runs helper programs: tools of this package, which measure or build something, and compilers.
 
-Each has a leader, ``python -m ds_bench.system.helper_programs COMMAND…``. When the program ends, takes too long, or
-this process dies, the leader ends every process that the program has started, even in other sessions, and removes its
-temporary files.
+Each has a leader, ``python -m ds_bench.system.helper_programs COMMAND…``. When the program ends or takes too
+long, or this process dies, the leader ends every process that the program has started, even in other sessions, and
+removes its temporary files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import IO, Any
 from . import processes
 
 _RUN_FILE = "import runpy, sys; del sys.path[0], sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
-"""Runs a file of this package without its folder on the path: common names of modules there would hide others."""
+"""Runs a file of this package without its folder on the path: modules there with common names would hide others."""
 _GRACE_SECONDS = 2.0
 """Between SIGTERM and SIGKILL: time for the program's processes to remove their shared memory."""
 
@@ -55,7 +55,7 @@ def run_tool(
     """Run ``python -m ds_bench.MODULE`` and read the JSON objects that it prints.
 
     ``environment``: added to the variables of this process. ``requests``: written to standard input, one JSON line
-    each. ``python``: another interpreter, for a module that imports nothing of this package. ``how``: see
+    each. ``python``: another interpreter, for a module that imports nothing from this package. ``how``: see
     :func:`run_program`. A tool that fails or takes too long raises nothing: the reply has what it printed.
     """
     command = [sys.executable, "-m", f"ds_bench.{module}"]
@@ -120,10 +120,10 @@ def run_program(
                     output, error_output = leader.communicate(unsent, timeout=max(0.0, min(1.0, left)))
                     return subprocess.CompletedProcess(command, leader.returncode, output, error_output)
                 except subprocess.TimeoutExpired:
-                    # The wait was at most one second: the time is used up where no more was left.
+                    # The wait was at most one second: the time is up if no more was left.
                     if left <= 1.0:
                         raise
-                unsent = None  # communicate goes on where it was
+                unsent = None  # communicate resumes where it was
                 listen(time.monotonic() - start)
         finally:
             leader.terminate()
@@ -135,7 +135,7 @@ def run_program(
 
 
 def _lead(command: Sequence[str]) -> int:
-    """Run a command and end every process that it leaves. Return its exit code as a shell reports it."""
+    """Run a command and end every process that it leaves behind. Return its exit code as a shell reports it."""
     waited_for = {signal.SIGCHLD, signal.SIGTERM}
     # Blocked and waited for, not handled: no signal is lost, and none interrupts the clean-up.
     signal.pthread_sigmask(signal.SIG_BLOCK, waited_for)

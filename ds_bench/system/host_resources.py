@@ -1,10 +1,11 @@
 """Memory and cores of the host: how much the kernel lets this process use, and how much of it is in use.
 
-Every figure comes from small files under ``/proc`` and ``/sys``; a figure that the kernel does not give is ``None``.
-Each function takes the root of the file system, so that a test can make one up.
+Most figures come from small files under ``/proc`` and ``/sys``; a figure that the kernel does not give is ``None``,
+unless the function says otherwise. Functions that read such figures take the root of the file system, so that a test
+can make one up.
 
 Any cgroup from the process's own to the top of the mounted hierarchy can have a limit, and the lowest applies. Cgroups
-above that, outside a container, are not visible. Version 1 gives only limits and usage.
+above that, outside a container, are not visible. For version 1, only memory limits and usage are read.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ def swap_bytes(root: Path = ROOT) -> tuple[int | None, int | None]:
 
 
 def available_host_bytes(root: Path = ROOT) -> int | None:
-    """Return an estimate of memory that can still be taken without swapping and without reaching a cgroup's limit.
+    """Return an estimate of the memory that can still be allocated without swapping or reaching a cgroup's limit.
 
-    It is the least of the kernel's ``MemAvailable`` and, for every cgroup with a limit, the limit less what is in use.
+    It is the minimum of the kernel's ``MemAvailable`` and, for every cgroup with a limit, the limit less the usage.
     Inactive file pages count as free, because the kernel drops them before it kills.
     """
     free = [read_table(root / "proc/meminfo").get("MemAvailable")]
@@ -55,10 +56,10 @@ def cgroup_limit_bytes(root: Path = ROOT) -> int | None:
 
 
 def cgroup_peak_bytes(root: Path = ROOT) -> int | None:
-    """Return the peak memory of the cgroup with the lowest limit, or without a limit of the process's own cgroup.
+    """Return the peak memory of the cgroup with the lowest limit or, without a limit, of the nearest that has a peak.
 
     It counts every process and the page cache since the cgroup was created: near the limit it shows that memory was
-    short, but it is not the use of one trial. ``None`` before Linux 5.19 and in version 1.
+    short, but it is not one trial's usage. ``None`` before Linux 5.19 and in version 1.
     """
     lowest = min(_memory_limits(root), key=lambda pair: pair[1], default=None)
     groups = _cgroups(root, "memory") if lowest is None else [lowest[0]]
@@ -75,10 +76,10 @@ def is_wsl(kernel: str | None) -> bool:
 
 
 def read_oom_kill_count(root: Path = ROOT) -> int:
-    """Return how many processes the kernel has killed for memory so far. Only a rise of the number means anything.
+    """Return how many processes the kernel has killed so far because memory ran out. Only an increase means anything.
 
-    Sums the count of the nearest cgroup with one (version 2, with the cgroups below it) and the host's since its start
-    (/proc/vmstat). A kill may count in both, and either file may be missing.
+    Sums the count of the nearest cgroup with one (version 2, with the cgroups below it) and the host's since boot
+    (/proc/vmstat). A kill may be counted in both, and either file may be missing.
     """
     counts = [read_table(group / "memory.events").get("oom_kill") for group in _cgroups(root, "memory")]
     in_cgroup = next((count for count in counts if count is not None), 0)
@@ -122,7 +123,7 @@ def parse_numbers(text: str | None) -> set[int]:
 
 
 def cgroup_cpu_periods(root: Path = ROOT) -> tuple[int, int] | None:
-    """Return the periods in which a CPU quota was enforced so far, and how many of them it throttled.
+    """Return the number of periods in which a CPU quota was enforced so far, and in how many of them it throttled.
 
     They belong to the nearest cgroup with a quota; ``None`` without one.
     """
@@ -169,7 +170,7 @@ def _cgroups(root: Path, controller: str) -> list[Path]:
     """This process's cgroup for one controller, followed by its parents."""
     lines = [line.split(":", 2) for line in (read_text(root / "proc/self/cgroup") or "").splitlines()]
     paths = {name: line[2] for line in lines if len(line) == 3 for name in line[1].split(",")}
-    # A hybrid machine mounts both versions. A controller that version 1 names is there; version 2 has an empty name.
+    # A hybrid machine mounts both versions. A controller that version 1 names is in it; version 2 has an empty name.
     version, own = (1, paths[controller]) if controller in paths else (2, paths.get("", ""))
     # The last mount covers earlier ones at the same place.
     for line in reversed((read_text(root / "proc/self/mountinfo") or "").splitlines()):
@@ -204,7 +205,7 @@ def _read_number(*paths: Path) -> int | None:
 
 
 def read_text(path: Path) -> str | None:
-    """A small file's text; ``None`` where it cannot be read."""
+    """A small file's text; ``None`` if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,6 +1,6 @@
 """Commands of this program as the user can type them: in the current folder, with this Python.
 
-Every command that is printed is made here.
+Every command that is printed is built here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class OpenCommand:
 
 
 def python(*, with_package: bool = False) -> str:
-    """``python``, or the path of this Python if that name is missing or means another Python.
+    """``python``, or the path of this Python if that name is missing or refers to another Python.
 
     ``with_package``: with the variable that makes it find this package from the current folder, if it needs one.
     """

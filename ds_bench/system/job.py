@@ -1,8 +1,8 @@
 """The job that this process is part of, from the variables of Slurm, MPI, torchrun and others: its nodes and tasks.
 
-If the job started several processes, one of them runs the comparison and starts the ranks itself. On one node, and if
-srun reaches the others, the other processes end at once. If an engine started this command on every node (torchrun,
-DeepSpeed's launcher, a PyTorchJob or Volcano job, ``srun`` inside a container), the first process listens at
+If the job started several processes, one of them runs the comparison and starts the ranks itself. On one node, or if
+srun can reach the other nodes, the other processes end immediately. If an engine started this command on every node
+(torchrun, DeepSpeed's launcher, a PyTorchJob or Volcano job, ``srun`` inside a container), the first process listens on
 MASTER_ADDR. The first process of every other node connects to it and is then replaced by the node's agent
 (``launch.host_agent``), which reads requests from that connection. Both sides prove that they know the job's secret,
 torchrun's ``--rdzv-id`` or DS_BENCH_SECRET, without sending it.
@@ -40,20 +40,20 @@ _TASKS = re.compile(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?")
 _SCONTROL_SECONDS = 30.0
 _NO_STEP = 0xFFFFFFF0
 """Numbers from here on belong to a batch script or to salloc's shell, not to a step of srun (slurm.h)."""
-_OF_A_LAUNCHER = (
+_LAUNCHER_VARIABLES = (
     "RANK", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CROSS_RANK", "CROSS_SIZE",
     "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE",
     # With TORCHELASTIC_USE_AGENT_STORE our ranks would wait for a store that only torchrun's ranks have.
     "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE", "DS_BENCH_SECRET",
 )  # fmt: skip
-_OF_MPI = ("OMPI_", "PMIX_", "PMI_", "HYDI_", "MPI_LOCAL")
+_MPI_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "HYDI_", "MPI_LOCAL")
 _SET_BY_USERS = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_MCA_")
 _SET_BY_MPIRUN = (
     "OMPI_MCA_orte_", "OMPI_MCA_ess", "OMPI_MCA_pmix", "OMPI_MCA_initial_wdir", "OMPI_MCA_shmem_RUNTIME",
     "OMPI_MCA_mpi_oversubscribe", "OMPI_MCA_rmaps_base_oversubscribe",
 )  # fmt: skip
-_OF_A_TASK = (
+_TASK_PREFIXES = (
     "SLURM_CPU_BIND", "SLURM_DISTRIBUTION", "SLURM_GTIDS", "SLURM_LAUNCH_NODE_IPADDR", "SLURM_LOCALID",
     "SLURM_MPI_TYPE", "SLURM_NODEID", "SLURM_NPROCS", "SLURM_NTASKS", "SLURM_PMI", "SLURM_PRIO_PROCESS",
     "SLURM_PROCID", "SLURM_SRUN_COMM", "SLURM_STEP", "SLURM_TASK_PID", "SLURM_UMASK",
@@ -102,7 +102,7 @@ def tasks_of_nodes(environ: Mapping[str, str]) -> dict[str, int]:
         if isinstance(error, FileNotFoundError):
             remedy = "put scontrol and srun on PATH, start the command with srun on every node (docs/many_machines.md)"
         raise UsageError(
-            f"this is a Slurm job of the nodes {nodes}, but scontrol does not list their names: {reason}",
+            f"this is a Slurm job on the nodes {nodes}, but scontrol does not list their names: {reason}",
             remedy=f"{remedy}, or start one process on one node: srun --nodes=1 --ntasks=1",
         ) from None
     names = done.stdout.split()
@@ -115,9 +115,9 @@ def tasks_of_nodes(environ: Mapping[str, str]) -> dict[str, int]:
 def take_over_job(environ: MutableMapping[str, str], *, has_hosts: bool = False) -> None:
     """Make the first process of a job the one that starts the ranks.
 
-    The number of processes becomes WORLD_SIZE, the requested number of ranks. Variables that make libraries take this
-    process or its children for ranks or tasks are removed from ``environ``; Slurm's allocation stays. Raises UsageError
-    for processes on several nodes, unless a hostfile (``has_hosts``) or Slurm names the hosts.
+    The number of processes becomes WORLD_SIZE, the requested number of ranks. Variables that make libraries mistake
+    this process or its children for ranks or tasks are removed from ``environ``; Slurm's allocation stays. Raises
+    UsageError for processes on several nodes, unless a hostfile (``has_hosts``) or Slurm names the hosts.
     """
     if not has_hosts and "SLURM_JOB_ID" not in environ:
         for total, here, what in (
@@ -139,7 +139,7 @@ def take_over_job(environ: MutableMapping[str, str], *, has_hosts: bool = False)
     if not launched:
         size = environ.get("PMI_SIZE") if "MPI_LOCALNRANKS" in environ else environ.get("OMPI_COMM_WORLD_SIZE")
         if size not in (None, "1"):
-            # Open MPI and Intel MPI bind each process to some of the cores; this one starts the ranks of all of them.
+            # Open MPI and Intel MPI bind each process to some of the cores; this one starts the ranks for all of them.
             os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
         size = size or (environ.get("SLURM_NTASKS") if task else environ.get("PMI_SIZE"))
         if task and size == environ.get("SLURM_STEP_NUM_NODES", "1"):
@@ -148,14 +148,18 @@ def take_over_job(environ: MutableMapping[str, str], *, has_hosts: bool = False)
         environ["WORLD_SIZE"] = size
     if task and "SLURM_STEP_NODELIST" in environ:  # a step may have fewer nodes than the job
         environ["SLURM_JOB_NODELIST"] = environ["SLURM_STEP_NODELIST"]
-    of_torchrun = "TORCHELASTIC_RUN_ID" in environ and environ.get("LOCAL_WORLD_SIZE", "1") != "1"
-    if of_torchrun and environ.get("OMP_NUM_THREADS") == "1":
+    from_torchrun = "TORCHELASTIC_RUN_ID" in environ and environ.get("LOCAL_WORLD_SIZE", "1") != "1"
+    if from_torchrun and environ.get("OMP_NUM_THREADS") == "1":
         # torchrun's default for several processes on a node (torch/distributed/run.py), which makes CPU Adam slow.
         del environ["OMP_NUM_THREADS"]
-    by_mpirun = "OMPI_COMM_WORLD_SIZE" in environ
+    from_mpirun = "OMPI_COMM_WORLD_SIZE" in environ
     for name in list(environ):
-        of_user = name.startswith(_SET_BY_USERS) and not (by_mpirun and name.startswith(_SET_BY_MPIRUN))
-        if name in _OF_A_LAUNCHER or name.startswith(_OF_A_TASK) or (name.startswith(_OF_MPI) and not of_user):
+        set_by_user = name.startswith(_SET_BY_USERS) and not (from_mpirun and name.startswith(_SET_BY_MPIRUN))
+        if (
+            name in _LAUNCHER_VARIABLES
+            or name.startswith(_TASK_PREFIXES)
+            or (name.startswith(_MPI_PREFIXES) and not set_by_user)
+        ):
             del environ[name]
 
 
@@ -171,14 +175,14 @@ _MAX_GREETING_BYTES = 1024
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
 _SECRET = "DS_BENCH_SECRET"
 _ACCEPTED = b"accepted"
-"""The message that makes the process of a node its agent."""
+"""The message that turns a node's process into its agent."""
 _NO_RUN_ID = ("", "none")
-"""torchrun's id of a run without ``--rdzv-id``."""
+"""torchrun's id for a run without ``--rdzv-id``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchedNodes:
-    """The nodes of a job, as one process of it sees them."""
+    """The nodes of a job, as one of its processes sees them."""
 
     launcher: str
     """``torchrun``, ``deepspeed``, ``srun``, or ``job`` for an engine that sets RANK and WORLD_SIZE on each node."""
@@ -191,7 +195,7 @@ class LaunchedNodes:
     """Number of this process's node, from 0."""
     ranks_here: int
     ranks: int
-    """Of all nodes."""
+    """On all nodes."""
     is_first_of_node: bool
     secret: str
     """Known to all processes of the job; empty if they share none."""
@@ -202,7 +206,7 @@ class LaunchedNodes:
 
     @property
     def key(self) -> bytes:
-        """The key that each side must prove that it knows (multiprocessing's HMAC of a random challenge)."""
+        """The key that each side must prove it knows (multiprocessing's HMAC of a random challenge)."""
         return b"ds_bench" + self.secret.encode()
 
 
@@ -220,9 +224,9 @@ _addresses: list[str] = []
 
 
 def find_nodes(environ: Mapping[str, str]) -> LaunchedNodes | None:
-    """Return the nodes of a job that has several; None for any other, and if srun reaches the nodes of a Slurm job.
+    """Return the nodes of a job that has several; None for any other, or if srun can reach the nodes.
 
-    Raises UsageError if an engine's variables leave open how many processes run on this node.
+    Raises UsageError if an engine's variables do not say how many processes run on this node, or where the first is.
     """
     if "SLURM_JOB_ID" in environ and shutil.which("srun") and shutil.which("scontrol"):
         return None
@@ -242,7 +246,7 @@ def find_nodes(environ: Mapping[str, str]) -> LaunchedNodes | None:
             f"this is one of {count} processes, but MASTER_ADDR is not set", remedy="set it to the first node's address"
         )
     port, run_id = int(port_text), environ.get("TORCHELASTIC_RUN_ID", "")
-    if launcher == "torchrun":  # its own store listens at MASTER_PORT
+    if launcher == "torchrun":  # its own store listens on MASTER_PORT
         port += 1 if port < 65535 else -1
     return LaunchedNodes(
         launcher=launcher,
@@ -341,7 +345,7 @@ def assume_nodes(nodes: LaunchedNodes) -> None:
 
 
 def connect_nodes(nodes: LaunchedNodes) -> None:
-    """Wait until every other node has connected. Raises PreflightError if one has not in time."""
+    """Wait until every other node has connected. Raises PreflightError if one takes too long."""
     _require_secret(nodes)
     found: dict[int, _Node] = {}
     with _listen(nodes) as listener:
@@ -350,12 +354,12 @@ def connect_nodes(nodes: LaunchedNodes) -> None:
         while missing := [number for number in range(1, nodes.count) if number not in found]:
             with contextlib.suppress(TimeoutError):
                 connection, _ = listener.accept()
-                # In a thread each, because a stranger that connects and stays silent must not hold up the nodes.
+                # Each in its own thread, because a stranger that connects and stays silent must not hold up the nodes.
                 threading.Thread(target=_receive_node, args=(nodes, connection, found), daemon=True).start()
             launcher = "this job" if nodes.launcher == "job" else nodes.launcher
             who = f"node{'s' if len(missing) > 1 else ''} {format_names(missing)} of {launcher}"
             if not patience.lasts(f"waiting at {nodes.where} for {who}"):
-                only = f", which only this machine reaches ({_addresses[0]})," if _is_loopback(_addresses[0]) else ""
+                only = f", which only this machine can reach ({_addresses[0]})," if _is_loopback(_addresses[0]) else ""
                 raise PreflightError(
                     f"{who} did not connect to {nodes.where}{only} within {WAIT_SECONDS:.0f} s",
                     remedy="start the same command on every node and open this port between them, or start one process "
@@ -363,7 +367,7 @@ def connect_nodes(nodes: LaunchedNodes) -> None:
                 )
     _keep(nodes, found)
     names = sorted(node.name for node in _connected_nodes.values())
-    # From here on, results and connections go by host name.
+    # From here on, results and connections are identified by host name.
     if len(set(names)) < len(names):
         raise PreflightError(
             f"several nodes have the same host name: {', '.join(names)}",
@@ -393,15 +397,15 @@ def _keep(nodes: LaunchedNodes, others: Mapping[int, _Node]) -> None:
 def _listen(nodes: LaunchedNodes) -> socket.socket:
     try:
         family, _, _, _, target = socket.getaddrinfo(nodes.address, nodes.port, type=socket.SOCK_STREAM)[0]
-        # Only at this address, so that the port is closed to the host's other networks.
+        # Only on this address, so that the port is closed to the host's other networks.
         listener = socket.create_server((str(target[0]), nodes.port), family=family, backlog=128)
     except OSError as error:
-        remedy = "set MASTER_ADDR to an address of the first node that the others reach (torchrun and deepspeed: "
+        remedy = "set MASTER_ADDR to an address of the first node that the others can reach (torchrun and deepspeed: "
         remedy += "--master_addr; with a c10d rendezvous --local-addr)"
         if error.errno == errno.EADDRINUSE:
-            remedy = "end what listens there, or give the launcher another port for its master"
+            remedy = "stop the program that is listening there, or give the launcher another master port"
         raise PreflightError(
-            f"cannot listen for the other nodes at {nodes.where}: {error.strerror}", remedy=remedy
+            f"cannot listen for the other nodes on {nodes.where}: {error.strerror}", remedy=remedy
         ) from None
     _addresses[:] = [str(target[0])]
     return listener
@@ -484,11 +488,11 @@ def _greet_first_node(nodes: LaunchedNodes) -> Connection:
             return connection
         except AuthenticationError:
             raise PreflightError(
-                f"the program listening at {nodes.where} is not this job's comparison, or has another secret",
-                remedy=f"give every node the same {_SECRET} or --rdzv-id, or the job another port",
+                f"the program listening on {nodes.where} is not this job's comparison, or has a different secret",
+                remedy=f"give every node the same {_SECRET} or --rdzv-id, or give the job another port",
             ) from None
-        except Exception as error:  # another program that sends anything else may listen there
-            why = "timed out" if isinstance(error, TimeoutError) else "another program listens there"
+        except Exception as error:  # another program that sends something else may be listening there
+            why = "timed out" if isinstance(error, TimeoutError) else "another program is listening there"
             why = (isinstance(error, OSError) and error.strerror) or why
             if connection is not None:
                 connection.close()

@@ -65,11 +65,11 @@ LEADER_VARIABLE = "DS_BENCH_LEADER"
 
 
 def die_with_leader() -> None:
-    """Kill this process when the leader of its trial dies, also if other processes are between the two.
+    """Kill this process when the leader of its trial dies, even if other processes are between the two.
 
-    Otherwise a launcher could go on training after its parents have died. If no leader is named, as on other nodes, the
-    leader of this session is used if it lives. A thread waits for that in the kernel (pidfd_open(2)), which takes no
-    time from the trial.
+    Otherwise a launcher's ranks could go on training after its parents have died. If no leader is named, as for a rank
+    started by hand, the leader of this session is used if it lives. A thread waits for its end in the kernel
+    (pidfd_open(2)), which takes no time from the trial.
     """
     named = os.environ.get(LEADER_VARIABLE)
     leader = int(named) if named else os.getsid(0)
@@ -115,7 +115,7 @@ _CUDA_ERROR_NOT_INITIALIZED = 3
 def cuda_is_initialized() -> bool:
     """Whether this process has initialized the CUDA driver. A process forked from it could then not use CUDA.
 
-    Before ``cuInit`` every call of the driver's library returns 3 (CUDA Driver API, CUDA_ERROR_NOT_INITIALIZED).
+    Before ``cuInit`` every call to the driver's library returns 3 (CUDA Driver API, CUDA_ERROR_NOT_INITIALIZED).
     """
     try:
         # RTLD_NOLOAD: only if something has loaded it already; asking must not do so.
@@ -164,7 +164,7 @@ def is_ending(pid: int) -> bool:
 
 
 def stat_values(stat: Path) -> list[str]:
-    """The values in a ``stat`` file from the state on, which is field 3 in proc_pid_stat(5). Empty if it has ended."""
+    """The values in a ``stat`` file from the state on, which is field 3 in proc_pid_stat(5). Empty if unreadable."""
     try:
         return stat.read_text().rpartition(")")[2].split()  # after the name, which may contain anything
     except OSError:
@@ -200,7 +200,7 @@ def read_activity(pids: Iterable[int]) -> Activity:
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(pid)
             resident += process.memory_info().rss
-            # The last that is read: a process that hides its traffic still counts with its memory.
+            # Read last: the memory of a process that hides its traffic still counts.
             counters = process.io_counters()
             disk += counters.read_bytes + counters.write_bytes
     return Activity(resident_bytes=resident, disk_bytes=disk)
@@ -250,7 +250,7 @@ def end_led(leader: int, *, grace_seconds: float = 0.0, first_signal: int = sign
 
 
 def end_tree(leader: int | None, *, earlier: set[int], grace_seconds: float) -> set[int]:
-    """End a trial's process tree as :func:`end_processes` does. Return what is left; anything there is a bug.
+    """End a trial's process tree as :func:`end_processes` does. Return what is left; anything left is a bug.
 
     ``leader``: of the trial's session; None if it was not started. ``earlier``: descendants of this process from before
     the trial, which are left alone. All other descendants belong to the trial, since orphans are adopted.
@@ -265,7 +265,7 @@ def end_tree(leader: int | None, *, earlier: set[int], grace_seconds: float) -> 
 # ------------------------------------------------------------------ Ctrl-C, SIGTERM and SIGHUP
 
 # They interrupt the run while it waits, and are remembered while it cleans up: if a signal raised at any moment,
-# processes, scratch files or an unwritten row could be left behind. So it raises KeyboardInterrupt only inside
+# processes, scratch files or an unwritten row could be left behind. It therefore raises KeyboardInterrupt only inside
 # raising_on_interrupt(). Elsewhere it is remembered: the next such block raises on entry.
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _state = {"requested": False, "raising_blocks": 0}

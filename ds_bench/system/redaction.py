@@ -1,7 +1,7 @@
 """Removes credentials from stored environment variables, DeepSpeed configurations and typed flags.
 
 A string is a credential if its name says so (``HF_TOKEN``, ``comet.api_key``), if it carries an issuer's prefix
-(``hf_…``), or if it is an address with a user or a query. A password under an unsuspicious name is not recognized.
+(``hf_…``), or if it is an address with a user or a query. A password under an innocuous name is not recognized.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Prints text without control characters, with replacements for signs that the stream cannot show.
+"""Prints text without control characters, with replacements for characters that the stream cannot show.
 
 Everything that the parent prints goes through :func:`print_text` or :func:`print_json`, except Parquet and what a
 ``rich`` console draws, which is escaped first.
@@ -20,15 +20,15 @@ _ASCII = {
     "✅": "[ok]", "❌": "[failed]", "⏹": "[stopped]", "⏭": "[skipped]", "\ufe0f": "", "—": "-", "–": "-", "−": "-",
     "→": "->", "×": "x", "±": "+/-", "…": "...", "≈": "~", "≥": ">=", "·": "|", "★": "*", "✓": "ok", "✗": "x",
 }  # fmt: skip
-_PLAIN_SIGNS = "ds_bench_plain_signs"
+_PLAIN_CHARACTERS = "ds_bench_plain_characters"
 
 
-def _replace_signs(error: UnicodeError) -> tuple[str, int]:
+def _replace_characters(error: UnicodeError) -> tuple[str, int]:
     assert isinstance(error, UnicodeEncodeError)
-    return "".join(_ASCII.get(sign, "?") for sign in error.object[error.start : error.end]), error.end
+    return "".join(_ASCII.get(each, "?") for each in error.object[error.start : error.end]), error.end
 
 
-codecs.register_error(_PLAIN_SIGNS, _replace_signs)
+codecs.register_error(_PLAIN_CHARACTERS, _replace_characters)
 
 
 def _encoding(stream: IO[str]) -> str:
@@ -49,14 +49,14 @@ def can_encode(text: str, stream: IO[str]) -> bool:
 
 
 def to_ascii(text: str) -> str:
-    """Return the text in ASCII; signs without a replacement become ``?``."""
-    return text.encode("ascii", _PLAIN_SIGNS).decode("ascii")
+    """Return the text in ASCII; characters without a replacement become ``?``."""
+    return text.encode("ascii", _PLAIN_CHARACTERS).decode("ascii")
 
 
 def width_of(stream: IO[str]) -> int:
-    """Return the columns to print in: ``COLUMNS``, else the terminal's, else 100 for a file."""
+    """Return the number of columns to print in: ``COLUMNS``, or else the terminal's, or 100 for a file."""
     columns = os.environ.get("COLUMNS", "")
-    # At most five digits: int() of a very long text raises, and no terminal is so wide.
+    # At most five digits: int() of a very long text raises, and no terminal is that wide.
     if columns.isdecimal() and 0 < len(columns) < 6 and int(columns):
         return int(columns)
     try:
@@ -74,8 +74,8 @@ def escape_controls(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(
-        f"\\x{ord(sign):02x}" if unicodedata.category(sign) in ("Cc", "Cf", "Cs") and sign != "\u200d" else sign
-        for sign in " ".join(text.splitlines())
+        f"\\x{ord(each):02x}" if unicodedata.category(each) in ("Cc", "Cf", "Cs") and each != "\u200d" else each
+        for each in " ".join(text.splitlines())
     )
 
 
@@ -140,8 +140,8 @@ def print_text(text: str, stream: IO[str] | None = None) -> None:
 
 
 def _shown_on(stream: IO[str], text: str) -> str:
-    """The text with replacements for signs that the stream cannot show."""
-    return text.encode(_encoding(stream), _PLAIN_SIGNS).decode(_encoding(stream))
+    """The text with replacements for characters that the stream cannot show."""
+    return text.encode(_encoding(stream), _PLAIN_CHARACTERS).decode(_encoding(stream))
 
 
 class StatusLine:
@@ -163,7 +163,7 @@ class StatusLine:
         if not self.quiet:
             self.close()
             print_text(text, self.stream)
-            # On a terminal the redrawn line follows at once; in a log it would only add a line.
+            # On a terminal the redrawn line follows immediately; in a log it would only add a line.
             self._shown_at = 0.0 if self._is_terminal else time.monotonic()
 
     def show(self, text: str) -> None:
@@ -183,7 +183,7 @@ class StatusLine:
         line = Text(_shown_on(self.stream, escape_controls(text)), no_wrap=True, overflow="ellipsis")
         if self._live is None:
             console = Console(file=self.stream, highlight=False)
-            # No refresh by itself: rich would start a thread that draws while trials are measured.
+            # No automatic refresh: rich would start a thread that draws while trials are measured.
             self._live = Live(line, console=console, auto_refresh=False, transient=True)
             self._live.start()
         self._live.update(line, refresh=True)
@@ -205,15 +205,15 @@ def print_json(text: str) -> None:
     """Print JSON text on standard output; control characters are written as JSON escapes."""
     ascii_only = not can_encode(text, sys.stdout)
 
-    def must_escape(sign: str) -> bool:
-        return (sign != "\n" and not sign.isprintable()) or (ascii_only and not sign.isascii())
+    def must_escape(character: str) -> bool:
+        return (character != "\n" and not character.isprintable()) or (ascii_only and not character.isascii())
 
-    print("".join(json.dumps(sign)[1:-1] if must_escape(sign) else sign for sign in text))
+    print("".join(json.dumps(each)[1:-1] if must_escape(each) else each for each in text))
 
 
 @contextmanager
 def ignoring_broken_pipe() -> Iterator[None]:
-    """Within this context ignore a closed pipe (``| head``), but no other failure to write standard output."""
+    """Within this context ignore a closed pipe (``| head``), but no other failure to write to standard output."""
     try:
         yield
         sys.stdout.flush()

@@ -1,10 +1,10 @@
 """A rank started by a launcher, or by hand for debugging: ``python -m ds_bench.worker TRIAL_FOLDER``.
 
-The launcher's RANK, LOCAL_RANK and WORLD_SIZE say which rank; without them it is rank 0 of 1. A failure is in the
-rank's file, and its message on standard error too.
+The launcher's RANK, LOCAL_RANK and WORLD_SIZE say which rank it is; without them it is rank 0 of 1. A failure is
+written to the rank's file, and its message to standard error too.
 
-On several hosts, where DS_BENCH_TRIAL is set, the rank is a child of this process, which adds to ``exits.jsonl`` how it
-ended, as the leader does on one host.
+On several hosts, where DS_BENCH_TRIAL is set, the rank is a child of this process, which records in ``exits.jsonl`` how
+the rank ended, as the leader does on one host.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def main() -> int:
     die_with_parent()
     folder = Path(sys.argv[-1])
     if TRIAL_VARIABLE in os.environ:
-        # Here, before torch is imported: its threads and a use of CUDA would not survive the fork.
+        # Before torch is imported: neither its threads nor CUDA, once initialized, would survive the fork.
         watch_rank(folder, int(os.environ.get("RANK", "0")))
     else:
         die_with_leader()
     rank = int(os.environ.get("RANK", "0"))
-    standard_error = os.dup(2)  # the rank sends its own to a log
+    standard_error = os.dup(2)  # the rank redirects its own to a log
     code = run(
         folder,
         rank=rank,
@@ -44,7 +44,7 @@ def main() -> int:
 
 
 def watch_rank(folder: Path, rank: int) -> None:
-    """Go on as the rank in a child process. The parent records how the child ends, and ends the same way."""
+    """Continue as the rank in a child process. The parent records how the child ends, and ends the same way."""
     pid = os.fork()
     if pid == 0:
         # The child of a fork does not inherit the request (prctl(2), PR_SET_PDEATHSIG).
@@ -55,12 +55,12 @@ def watch_rank(folder: Path, rank: int) -> None:
     _, status = os.waitpid(pid, 0)
     append_exit(folder, rank, pid, status)
     code = os.waitstatus_to_exitcode(status)
-    if code < 0:  # so that the launcher sees the same end
+    if code < 0:  # so that the launcher sees the same signal
         with contextlib.suppress(OSError, ValueError):
-            # Refused for SIGKILL, which needs no handler to be removed.
+            # Refused for SIGKILL, which has no handler to remove.
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
-    # After a signal this is reached only where the signal did not end the process.
+    # After a signal this is reached only if the signal did not end the process.
     os._exit(code if code >= 0 else 1)
 
 

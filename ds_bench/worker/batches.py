@@ -1,8 +1,8 @@
-"""The micro-batches of a rank: random tokens, tokens from a file, or what the model's factory makes.
+"""The micro-batches of a rank: random tokens, tokens from a file, or batches that the model's factory makes.
 
 They are held on the device, or come through torch's DataLoader with worker processes, as in training scripts. Random
 tokens are the same either way, in the same order: a loader adds only the transfer from a worker process to the device
-and, with a file, reading it.
+and, with a file, the time to read it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from .rank_layout import RankLayout
 from .training_loop import Batch
 
 MAX_BATCHES = 64
-"""Most micro-batches held on the device; a run that needs more repeats them in the same order."""
+"""Maximum number of micro-batches held on the device; a run that needs more repeats them in the same order."""
 _MAX_BATCHES_BYTES = 256 * 2**20
-"""With this many held, no further micro-batch is made, because images are large."""
+"""Once this many bytes are held, no further micro-batch is made, because images are large."""
 _TOKENS = (torch.int64, torch.int32, torch.bool)
 """Number formats of token ids and of masks over them."""
 _GOLDEN_RATIO = 0.6180339887498949
@@ -50,10 +50,10 @@ def prepare_batches(
     batch_size: int,
     count: int,
 ) -> tuple[list[Batch], Iterator[Batch] | None]:
-    """Return the micro-batches held on the device, and those from a data loader; None without one.
+    """Return the micro-batches held on the device, and those from a data loader, or None without one.
 
     ``count``: micro-batches of the run. With a data loader only the first is held. Raises ValueError if the workload's
-    file is not the one that was checked, or if the factory makes its own batches as well.
+    file is not the one that was checked, or if it has a file although the factory makes its own batches.
     """
     make_batch, reader = built.make_batch, None
     if workload.data_path is not None:
@@ -81,7 +81,7 @@ def prepare_batches(
         rank=layout.data_rank,
         dtype=build.training_dtype(config),
         # With a file, all micro-batches of the run are read instead of repeating 64; the limit in bytes still applies.
-        most=MAX_BATCHES if reader is None else count,
+        max_count=MAX_BATCHES if reader is None else count,
     )
 
     def on_device(where: torch.device, count: int) -> list[Batch]:
@@ -96,12 +96,12 @@ def prepare_batches(
 
     if workload.data_workers is None:
         return on_device(device, count), None
-    # The held one is for the loss on the first batch, which is computed without the loader.
+    # The held batch is for the loss on the first batch, which is computed without the loader.
     return on_device(device, 1), LoadedBatches(workload, open_batches, device)
 
 
 def _complete(batch: Batch, positions: torch.Tensor | None, layout: RankLayout) -> Batch:
-    """Return the batch with the position of each token; only this rank's part of sequences that ranks share."""
+    """Return the batch with the position of each token, reduced to this rank's part of sequences that ranks share."""
     return layout.part_of(batch if positions is None else {**batch, "position_ids": positions})
 
 
@@ -116,7 +116,7 @@ def random_tokens(vocabulary: int) -> build.MakeBatch:
 
 
 def in_order(batch_at: BatchAt) -> build.MakeBatch:
-    """Return a function that makes the batches of a reader one after another; it ignores its arguments."""
+    """Return a function that returns a reader's batches one after another; it ignores its arguments."""
     numbers = itertools.count()
     return lambda _batch_size, _seq_length, _generator: batch_at(next(numbers))
 
@@ -131,19 +131,20 @@ def make_batches(
     count: int,
     device: torch.device,
     dtype: torch.dtype,
-    most: int = MAX_BATCHES,
+    max_count: int = MAX_BATCHES,
 ) -> list[Batch]:
-    """Make ``count`` micro-batches on the device (at most ``most`` and 256 MB, at least one), by this rank's generator.
+    """Make ``count`` micro-batches on the device with this rank's generator.
 
-    Floating-point tensors get the training ``dtype``. Raises TypeError or ValueError unless ``make_batch`` returns
-    ``batch_size`` samples: throughput would count samples that do not exist.
+    At least one, at most ``max_count`` and 256 MB. Floating-point tensors get the training ``dtype``. Raises TypeError
+    or ValueError unless ``make_batch`` returns tensors of ``batch_size`` samples: otherwise throughput would count
+    samples that do not exist.
     """
     # Not torch's global generator: stages draw from it differently while they build the model. Below 100,003 ranks
     # no two pairs of seed and rank have the same number.
     generator = torch.Generator().manual_seed(seed * 100_003 + rank)
     batches: list[Batch] = []
     held_bytes = 0
-    while len(batches) < min(count, most) and (not batches or held_bytes < _MAX_BATCHES_BYTES):
+    while len(batches) < min(count, max_count) and (not batches or held_bytes < _MAX_BATCHES_BYTES):
         batch = make_batch(batch_size, seq_length, generator)
         if not isinstance(batch, Mapping) or not all(isinstance(value, torch.Tensor) for value in batch.values()):
             raise TypeError("the factory's make_batch must return a dict of tensors, the arguments of the model")
@@ -214,8 +215,8 @@ class TokenReader:
     """The micro-batches of one rank, or of a group of ranks that share their data, from a memory-mapped file.
 
     A sequence is ``seq_length`` consecutive ids; labels are the same ids, which the model shifts. The seed decides the
-    order of the sequences, which jumps through the whole file like a shuffled data set: each comes once before any is
-    repeated, every rank has its own, and all rows of a comparison have the same. Every pass has the same order.
+    order of the sequences, which jumps around the whole file like a shuffled data set: each comes once before any is
+    repeated, every rank has its own, and all rows of a comparison use the same ones. Every pass has the same order.
     """
 
     def __init__(
@@ -223,7 +224,7 @@ class TokenReader:
     ) -> None:
         """Raises FileNotFoundError or ValueError if this host's file is not the one that was checked."""
         assert workload.data_path is not None, "the workload has a file"
-        assert workload.data_dtype is not None, "a file has a type of its ids"
+        assert workload.data_dtype is not None, "a file has a type for its ids"
         self._path, self._dtype = workload.data_path, workload.data_dtype
         self._batch_size, self._seq_length, self._seed = batch_size, workload.seq_length, workload.seed
         self._vocabulary = vocabulary if workload.vocab_size is None else min(vocabulary, workload.vocab_size)
@@ -232,7 +233,7 @@ class TokenReader:
         found, expected = os.path.getsize(self._path), self._tokens * item_bytes(self._dtype)  # noqa: PTH202
         if found != expected:
             host = socket.gethostname()
-            raise ValueError(f"{self._path} has {found:,} bytes on {host}, where the plan found {expected:,}")
+            raise ValueError(f"{self._path} has {found:,} bytes on {host}, but the plan found {expected:,}")
         self._sequences = self._tokens // self._seq_length
         if not self._sequences:
             raise ValueError(f"{self._path} has {self._tokens} tokens, fewer than one sequence of {self._seq_length}")

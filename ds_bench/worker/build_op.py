@@ -36,17 +36,17 @@ def build(name: str) -> dict[str, Any]:
     except BaseException as error:  # compilers fail in many ways, SystemExit among them
         text = str(error)
         print(text, file=sys.stderr, flush=True)
-        # The text is all that ninja and the compiler printed; the reason is the line with the cause.
+        # The text is everything that ninja and the compiler printed; the reason is the line with the cause.
         causes = [line for line in text.splitlines() if re.search(r"error:|cannot find -l|CUDA_HOME", line)]
         reason = f"{type(error).__name__}: {(causes or text.splitlines() or [''])[0].strip()[:300]}"
         against_cuda = isinstance(builder, CUDAOpBuilder) and not builder.build_for_cpu
-        # DeepSpeed then raises TypeError: it joins paths to CUDA_HOME, which is None (op_builder/builder.py).
+        # Without CUDA_HOME DeepSpeed raises TypeError, because it joins paths to it (op_builder/builder.py).
         if against_cuda and torch.utils.cpp_extension.CUDA_HOME is None:
             reason = "there is no CUDA toolkit: CUDA_HOME is not set, and no nvcc is found"
         return {"op": name, "state": "failed", "seconds": time.monotonic() - start, "reason": reason}
     seconds = time.monotonic() - start
     folder = Path(os.environ["TORCH_EXTENSIONS_DIR"]).resolve()
-    # The path is the sixth field; anonymous memory has none, and it may contain spaces (proc_pid_maps(5)).
+    # The path is the sixth field and may contain spaces; anonymous memory has none (proc_pid_maps(5)).
     mapped = (line.split(maxsplit=5)[5:] for line in Path("/proc/self/maps").read_text().splitlines())
     loaded = {Path(path[0]) for path in mapped if path and path[0].endswith(".so")}
     libraries = sorted(str(each.relative_to(folder)) for each in loaded if each.is_relative_to(folder))

@@ -29,10 +29,10 @@ from .weight_change import WeightChange
 
 _TAG = "step"
 _PIECE_ELEMENTS = 2**22
-"""Elements of an optimizer state that are summed at once: their copy in float64 takes 32 MiB."""
+"""Number of elements of an optimizer state summed at a time: their copy in float64 takes 32 MiB."""
 _UNSUPPORTED = (NotImplementedError, AssertionError, ValueError, TypeError, KeyError, AttributeError, IndexError)
-"""What DeepSpeed raises on every rank alike where it cannot do something. Any other exception, such as of a full disk,
-may hit a single rank: it ends the trial, whose measured steps are stored."""
+"""Exceptions that DeepSpeed raises on every rank if it cannot do something. Any other, such as one caused by a full
+disk, may hit a single rank: it ends the trial, whose measured steps are stored."""
 _NOT_DONE = {
     "save": "no checkpoint was saved",
     "load": "the checkpoint was not loaded",
@@ -42,7 +42,7 @@ _SMALL_STATES = (
     ": with the optimizer on NVMe DeepSpeed loads only the swap files, and tensors too small to be swapped keep the "
     "values of later steps"
 )
-"""Of DeepSpeed 0.19.8 (runtime/engine.py, load_checkpoint)."""
+"""True of DeepSpeed 0.19.8 (runtime/engine.py, load_checkpoint)."""
 _BEAT_SECONDS = 2.0
 _MAX_REASON_LENGTH = 200
 
@@ -56,8 +56,8 @@ def measure_checkpoint(
 ) -> dict[str, Any]:
     """Save and load a checkpoint in ``folder``. Return further fields of a RankMeasurement.
 
-    ``measured``: the fields so far, with the loss and the change of the weights as they are now. ``save_partial`` gets
-    all that is known after each action. Raises OSError and RuntimeError, such as for a full disk.
+    ``measured``: the fields so far, with the loss and the change in the weights as they are now. ``save_partial``
+    gets everything that is known after each action. Raises OSError or RuntimeError, for example if the disk is full.
     """
     engine, first = trainer.engine, torch.distributed.get_rank() == 0
     checkpoint, model = folder / "checkpoint", folder / "model"
@@ -65,11 +65,11 @@ def measure_checkpoint(
     result: dict[str, Any] = {"checkpoint": {}, "notes": list(measured["notes"])}
 
     def run(name: str, action: Callable[[], str | None], files: Path | None) -> bool:
-        """Run an action on all ranks and record it. ``files``: the folder that it writes. Returns whether it was done.
+        """Run an action on all ranks and record it. ``files``: the folder it writes to. Return whether it was done.
 
         ``action`` returns why it could not be done; None if it was.
         """
-        # Else the first rank would wait for the others inside the action, and the wait would count as its time.
+        # Otherwise the first rank would wait for the others inside the action, and the wait would count as its time.
         torch.distributed.barrier()
         meter.begin()
         start = time.perf_counter()
@@ -109,7 +109,7 @@ def measure_checkpoint(
     states = _state_norms(engine)
     if run("save", save, checkpoint):
         _change_weights(trainer)
-        # Weights that did not change cannot show whether loading restores them: then nothing is claimed.
+        # Weights that did not change cannot show whether loading restores them, so nothing is claimed then.
         changed = change.since_start() != measured["weight_change"]
         if run("load", load, None):
             restored = _is_restored(trainer, change, measured, states)
@@ -124,7 +124,7 @@ def measure_checkpoint(
 
 
 def _change_weights(trainer: training_loop.Trainer) -> None:
-    """Take a further optimizer step, and halve the weights: a step may leave most of the 16-bit ones unchanged."""
+    """Take another optimizer step, and halve the weights: a step may leave most of the 16-bit ones unchanged."""
     trainer.step()
     trainer.heartbeat.beat("inspect")  # the step has left its own phase behind
     with torch.no_grad():
@@ -139,7 +139,7 @@ def _is_restored(
 ) -> bool:
     """Whether this rank's weights, optimizer states and loss on its first batch are what they were before saving."""
     same = measured["weight_change"] in (None, change.since_start()) and _close(states, _state_norms(trainer.engine))
-    if "repeated_loss" not in measured or trainer.is_compiled:  # on all ranks alike
+    if "repeated_loss" not in measured or trainer.is_compiled:  # the same on all ranks
         return same
     before, after = (
         [] if each is None else [each] for each in (measured["repeated_loss"], training_loop.repeated_loss(trainer))
@@ -158,7 +158,7 @@ def _swaps_optimizer(engine: Any) -> bool:
 
 
 def _state_norms(engine: Any) -> list[float]:
-    """The norm of each tensor of optimizer states on this rank, in any order; empty if they are on a disk."""
+    """The sorted norms of the tensors of optimizer states on this rank; empty if they are on a disk."""
     return [] if _swaps_optimizer(engine) else sorted(map(_norm, ledger.optimizer_states(engine)))
 
 
@@ -200,13 +200,13 @@ def _heartbeat_during_io(heartbeat: HeartbeatWriter) -> Iterator[None]:
         before = None
         while not ended.wait(_BEAT_SECONDS):
             counters = read_table(Path("/proc/self/io"))
-            # Bytes that this process has read and written by system calls, cached ones too.
+            # Bytes that this process has read and written through system calls, cached ones too.
             now = [counters.get(name) for name in ("rchar", "wchar")]
             if before not in (None, now):
                 heartbeat.beat(heartbeat.phase)
             before = now
 
-    # A thread: the calls that save and load do not return in between.
+    # A thread, because the calls that save and load return only when they are done.
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     try:

@@ -1,7 +1,7 @@
 """Measures how much CPU time other programs took while a rank trained, and how often a quota stopped it.
 
-It is the kernel's CPU time of all processes on the processors that this rank may use, minus the time of this trial's
-processes and of the programs that started it. The load average would still contain our own previous trial.
+That time is the kernel's CPU time for all processes on the processors that this rank may use, minus the time of this
+trial's processes and of the programs that started it. The load average would still contain our own previous trial.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class CpuReading:
 
 
 def load_between(before: CpuReading, after: CpuReading) -> dict[str, Any]:
-    """Return the ``cpu_*`` fields of a RankMeasurement, without the whole node's if they are unknown."""
+    """Return the ``cpu_*`` fields of a RankMeasurement; only those for cores and threads if the load is unknown."""
     seconds = after.monotonic_seconds - before.monotonic_seconds
     own = after.own_seconds - before.own_seconds
     fields: dict[str, Any] = {
@@ -67,7 +67,7 @@ def load_between(before: CpuReading, after: CpuReading) -> dict[str, Any]:
 
 def own_cpu_seconds(cpus: Collection[int]) -> float:
     """Return the CPU time so far of this trial's processes (this session) that may run on these processors, and of the
-    programs that started it. Ranks bound to other processors are left out.
+    programs that started the trial. Ranks bound to other processors are left out.
     """
     session, own = os.getsid(0), os.getpid()
     parents: dict[int, int] = {}

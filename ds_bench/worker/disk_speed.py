@@ -1,12 +1,12 @@
-"""Measures sequential write and read speed of a folder's disk through DeepSpeed's asynchronous I/O.
+"""Measures the sequential write and read speed of a folder's disk through DeepSpeed's asynchronous I/O.
 
 ``python -m ds_bench.worker.disk_speed FOLDER SETTINGS``, where SETTINGS is a JSON object: the ``aio`` block of a
-DeepSpeed configuration, ``bytes`` (the most to write) and ``seconds`` (the longest to write, and to read).
+DeepSpeed configuration, ``bytes`` (the maximum to write) and ``seconds`` (the maximum for writing, and for reading).
 Prints one JSON line: ``{"bytes", "write_bytes_per_second", "read_bytes_per_second", "from_disk"}`` or ``{"error"}``.
 
 DeepSpeed opens files with O_DIRECT, which bypasses the page cache, but some file systems accept the flag and cache
-anyway. So the cache is dropped before reading, and ``from_disk`` is false if the kernel counted fewer bytes from a
-device than were read (None if it does not count). Not measured: random access, several ranks at once.
+anyway. The cache is therefore dropped before reading, and ``from_disk`` is false if the kernel counted fewer bytes from
+a device than were read (None if it does not count). Not measured: random access, several ranks at once.
 
 The file has no name, so that the kernel removes it however this process ends.
 """
@@ -63,7 +63,7 @@ def measure(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
                 raise RuntimeError(f"DeepSpeed's async I/O completed {completed} requests instead of 1")
 
         write, read = partial(transfer, handle.async_pwrite), partial(transfer, handle.async_pread)
-        write(0)  # a first request starts threads and loads code
+        write(0)  # the first request starts threads and loads code
         written, write_seconds = _repeat(write, max_bytes, max_seconds)
         # Pages that are not on disk yet cannot be dropped (posix_fadvise(2)), and would be read from memory.
         os.fsync(file.fileno())

@@ -32,7 +32,7 @@ def select_device(placement: Placement) -> torch.device:
 
     local_rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(local_rank)
-    # DeepSpeed asks NVML for free memory at stages 1 and 2, and the preloaded server has closed NVML before the fork.
+    # DeepSpeed asks NVML for free memory at stages 1 and 2, and the preloaded server closed NVML before the fork.
     if cuda_accelerator.pynvml is not None:
         cuda_accelerator.pynvml.nvmlInit()
     if placement.gpu_memory_limit_bytes is None and is_wsl(os.uname().release):
@@ -41,7 +41,7 @@ def select_device(placement: Placement) -> torch.device:
     if placement.gpu_memory_limit_bytes is not None:
         total = torch.cuda.get_device_properties(local_rank).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, placement.gpu_memory_limit_bytes / total))
-        # DeepSpeed must see the free memory of the emulated GPU: it flattens parameters on the GPU where they fit.
+        # DeepSpeed must see the free memory of the emulated GPU: it flattens parameters on the GPU if they fit there.
         limit, device = placement.gpu_memory_limit_bytes, deepspeed.accelerator.get_accelerator()
         original = device.available_memory
 

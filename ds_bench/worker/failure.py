@@ -16,7 +16,7 @@ from typing import Any
 _CAUSES = tuple(
     (kind, re.compile(pattern, re.IGNORECASE | re.DOTALL))
     for kind, pattern in (
-        # Each names one cause, in words that the wider patterns below would take for a full disk or lack of memory.
+        # Each names one cause, in words that the wider patterns below would mistake for a full disk or lack of memory.
         ("collective_timeout", r"Watchdog caught collective operation timeout"),
         (
             "shared_memory",
@@ -48,7 +48,7 @@ _CAUSES = tuple(
             r"CUDNN_STATUS_\w+_HOST_ALLOCATION_FAILED|cudaHostAlloc.*(?:failed|out of memory)|"
             r"Failed to CUDA host alloc|Unable to allocate .* for an array",
         ),
-        # NCCL reports an error of CUDA in this rank; its peers only lose their connections.
+        # NCCL reports a CUDA error in this rank; its peers only lose their connections.
         ("other", r"Cuda failure(?: \d+)? '"),
         # Last: an NCCL error that mentions a lack of memory is a memory error.
         (
@@ -64,8 +64,8 @@ _CAUSES = tuple(
 _NO_THREAD = re.compile(r"Resource temporarily unavailable|can't start new thread")
 _PINNING_FAILED = re.compile(r"CUDA (?:driver )?error: (?:out of memory|invalid argument)")
 _CUBLAS_WITHOUT_MEMORY_BYTES = 2**30
-"""With fewer bytes free, a cuBLAS handle that cannot be created means that memory ran out: handle, workspace and the
-kernels that CUDA loads on first use take some hundred MB."""
+"""With fewer bytes free, a cuBLAS handle that cannot be created means that memory ran out: the handle, its workspace
+and the kernels that CUDA loads on first use take several hundred MB."""
 _SIZE = re.compile(r"([\d.]+) (GiB|MiB|KiB|bytes|B)\b")
 _SCALE = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1, "B": 1}
 
@@ -77,7 +77,7 @@ def classify(error: BaseException, *, limited: bool = False, device_free_bytes: 
     ``device_free_bytes``: free on the GPU when the error was caught; None where unknown.
     """
     text, (package, *_), name = str(error), type(error).__module__.split("."), type(error).__name__
-    # CUDA has one text for its own memory and for page-locked host memory; the failing line decides.
+    # CUDA uses one text for both its own memory and page-locked host memory; the failing line decides.
     frames = "".join(f"{frame.name} {frame.line}\n" for frame in traceback.extract_tb(error.__traceback__))
     if _PINNING_FAILED.search(text) and "pin_memory" in frames + text:
         return "pinned_memory"
@@ -86,7 +86,7 @@ def classify(error: BaseException, *, limited: bool = False, device_free_bytes: 
     if "CUBLAS_STATUS_NOT_INITIALIZED" in text and device_free_bytes is not None:
         return "device_oom" if device_free_bytes < _CUBLAS_WITHOUT_MEMORY_BYTES else "other"
     if kind := next((kind for kind, pattern in _CAUSES if pattern.search(text)), None):
-        # Semaphores are files in /dev/shm too, and the error of one that cannot be created names no path.
+        # Semaphores are files in /dev/shm too, and the error for one that cannot be created names no path.
         return "shared_memory" if kind == "disk_full" and "SemLock" in frames else kind
     if isinstance(error, MemoryError) or (limited and _NO_THREAD.search(text)):
         return "host_oom"
@@ -100,30 +100,30 @@ def _find_size(text: str, words: str) -> int | None:
 
 
 def _summarize(error: BaseException) -> str:
-    """The cause in one line: of pydantic's report with the field, and the source line where the error has no text."""
+    """The cause in one line, with the field for pydantic's report; the source line if the error has no text."""
     lines = str(error).strip().splitlines()
     if not lines:
         frames = traceback.extract_tb(error.__traceback__)
         return f"{frames[-1].line} ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     if type(error).__name__ == "ValidationError" and len(lines) > 2:
         return f"{lines[0]}: {lines[1]}: {lines[2].strip()}"
-    if lines[0].endswith(":"):  # what follows is the message, as in the Trainer's list of values that mismatch
+    if lines[0].endswith(":"):  # the message follows, as in the Trainer's list of mismatched values
         return " ".join(line.strip() for line in lines)
-    if re.match(r"Caught \w+ in ", lines[0]):  # of a worker of a data loader (torch/_utils.py, ExceptionWrapper)
+    if re.match(r"Caught \w+ in ", lines[0]):  # from a worker of a data loader (torch/_utils.py, ExceptionWrapper)
         return f"{lines[0]} {lines[-1].strip()}"
-    # NCCL names the call that failed in the first line, and why only here.
+    # NCCL's first line names the call that failed; only the line after "Last error:" says why.
     last_error = lines.index("Last error:") + 1 if "Last error:" in lines else len(lines)
     return " ".join([lines[0], *lines[last_error : last_error + 1]])
 
 
 def describe_error(error: BaseException) -> str:
-    """Class and cause of an error in one line, for a reply of a worker program."""
+    """Class and cause of an error in one line, for a worker program's reply."""
     return f"{type(error).__name__}: {_summarize(error)[:300]}"
 
 
 def device_free_bytes() -> int | None:
     """Free memory of this rank's GPU as the driver reports it; None before CUDA is used, or where CUDA calls fail."""
-    torch: Any = sys.modules.get("torch")  # a rank that failed before it was imported has no GPU
+    torch: Any = sys.modules.get("torch")  # a rank that failed before torch was imported uses no GPU
     try:
         return int(torch.cuda.mem_get_info()[0]) if torch is not None and torch.cuda.is_initialized() else None
     except Exception:  # after some errors every call into CUDA fails
@@ -148,12 +148,12 @@ def failure_facts(
     """The fields of a RankFailure. ``phase`` is what the rank was doing.
 
     ``emulated``: a smaller GPU is emulated, so the real one's free bytes do not apply.
-    ``device_free_bytes``: free on the GPU when the error was caught; free bytes in its text are used first, since they
-    were read earlier.
+    ``device_free_bytes``: free on the GPU when the error was caught; free bytes in its text take precedence, since
+    they were read earlier.
     """
     text = str(error)
     free_bytes = _find_size(text, "of which")
-    asked = "(?:Tried to allocate|you tried to allocate|Failed to CUDA (?:calloc|malloc|host alloc)(?: async)?)"
+    requested = "(?:Tried to allocate|you tried to allocate|Failed to CUDA (?:calloc|malloc|host alloc)(?: async)?)"
     return {
         "rank": rank,
         "error_class": type(error).__name__,
@@ -161,7 +161,7 @@ def failure_facts(
         "phase": phase,
         "time": time.time(),
         "kind": classify(error, limited=limited, device_free_bytes=device_free_bytes),
-        "requested_bytes": _find_size(text, asked),
+        "requested_bytes": _find_size(text, requested),
         "free_bytes": None if emulated else device_free_bytes if free_bytes is None else free_bytes,
         "traceback": full_traceback(error),
         "step": step,

@@ -1,8 +1,8 @@
-"""Counts the floating-point operations of a forward and a backward pass, on the operations that really run.
+"""Counts the floating-point operations of a forward and a backward pass, from the operations that really run.
 
-For models whose shape is not known beforehand: a user's factory, trained whole or in part. A frozen weight has
-no gradient, so that its matrix product runs twice, not three times; a frozen layer before all trained ones runs once.
-It counts matrix products, convolutions and attention, with two operations for each multiply-add. The formulas are
+For models whose shape is not known beforehand: those of a user's factory, trained in whole or in part. A frozen weight
+has no gradient, so its matrix product runs twice, not three times; a frozen layer before all trained ones runs once.
+Matrix products, convolutions and attention are counted, with two operations for each multiply-add. The formulas are
 torch's own (``torch.utils.flop_counter``), except for attention, which counts in full even under a causal mask.
 """
 
@@ -22,9 +22,9 @@ _aten: Any = torch.ops.aten
 
 
 def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> int:
-    """Scores and their product with the values. With fewer key and value heads each serves several of the query's.
+    """Scores and their product with the values. If key and value heads are fewer, each serves several query heads.
 
-    torch's own formula accepts those from 2.12 on.
+    torch's own formula has accepted this since 2.12.
     """
     batch, heads, length, size = query.shape
     return 2 * batch * heads * length * key.shape[-2] * (size + value.shape[-1])
@@ -48,10 +48,10 @@ _FORMULAS: Mapping[Any, Callable[..., int]] = {
 
 
 def _is_recomputing() -> bool:
-    """Whether backward runs a part of a forward pass again, for activation checkpointing.
+    """Whether backward is rerunning part of a forward pass, for activation checkpointing.
 
     Grad mode is off in backward itself and on in a forward pass that it repeats, except inside autograd functions, such
-    as DeepSpeed's linear layers of stage 3: these show checkpoint's hook on the stack (torch/utils/checkpoint.py).
+    as DeepSpeed's linear layers for stage 3: there, checkpoint's hook is on the stack (torch/utils/checkpoint.py).
     """
     if torch.is_grad_enabled():
         return True
@@ -69,7 +69,7 @@ class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.model_flops = 0
-        """Without what activation checkpointing recomputes."""
+        """Without the operations that activation checkpointing recomputes."""
         self.recomputed_flops = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -78,7 +78,7 @@ class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
         formula = _FORMULAS.get(function._overloadpacket)
         if formula is not None:
             flops = int(formula(*args, **(kwargs or {}), out_val=result))
-            # The task's number is -1 outside a backward pass.
+            # The graph task's id is -1 outside a backward pass.
             if torch._C._current_graph_task_id() != -1 and _is_recomputing():
                 self.recomputed_flops += flops
             else:

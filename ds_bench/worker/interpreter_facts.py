@@ -15,7 +15,7 @@ from typing import Any
 
 
 def read_facts(names: list[str]) -> dict[str, Any]:
-    """Return this interpreter's version, prefix and packages, and the CUDA that torch was built for."""
+    """Return this interpreter's version, prefix and packages, and the CUDA version that torch was built for."""
     packages = {}
     for name in names:
         try:

@@ -97,7 +97,7 @@ class StorageCounter:
 
 
 def count_storages(engine: Any, *, others: bool = True) -> StorageCounter:
-    """Count what is alive now. ``others``: also tensors that none of the engine's objects holds."""
+    """Count the storages alive now. ``others``: also those of tensors that none of the engine's objects holds."""
     count = StorageCounter()
     held = engine.tensors_by_category() if isinstance(engine, ReferenceEngine) else _deepspeed_tensors(engine)
     for category, tensors in held:
@@ -117,7 +117,7 @@ def optimizer_states(engine: Any) -> Iterator[torch.Tensor]:
 
 
 def stays_after_reduction(engine: Any, parameter: torch.Tensor) -> bool:
-    """Return whether the tensor that backward computes stays this parameter's gradient until backward ends.
+    """Return whether the tensor that backward computes remains this parameter's gradient until backward ends.
 
     At stage 1 with overlap it is copied: into a bucket or, for this rank's partition, out of the way
     (runtime/zero/stage_1_and_2.py, reduce_independent_p_g_buckets_and_remove_grads, copy_grads_in_partition).
@@ -177,7 +177,7 @@ def saved_storages(
 ) -> Iterator[None]:
     """Call ``call`` with each tensor that autograd saves for backward within this context, and its storage.
 
-    Parameters are left out. A storage may come more than once.
+    Parameters are left out. A storage may be reported more than once.
     """
     # Kept alive, or an activation may get the address of a storage that stage 3 frees when it gathers the parameter.
     storages = [_own_part(parameter).untyped_storage() for parameter in parameters]
@@ -199,7 +199,7 @@ def saved_storages(
 def count_activations(forward: Callable[[], Any], parameters: Iterable[torch.Tensor]) -> tuple[Any, dict[str, int]]:
     """Run ``forward`` and count the storages that autograd saves for backward, except parameters.
 
-    Return what ``forward`` returns, and the bytes by tier.
+    Return the result of ``forward``, and the bytes by tier.
     """
     saved: dict[tuple[str, int], int] = {}
 

@@ -44,7 +44,7 @@ def adapt_transformers() -> None:
     original = moe._can_use_grouped_mm
 
     def can_use_grouped_mm(given: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
-        # The shape rule of grouped_mm knows 16-bit only; the fallback saves the same tensors.
+        # The shape rule of grouped_mm supports 16-bit formats only; the fallback saves the same tensors.
         return given.dtype is not torch.float32 and bool(original(given, *args, **kwargs))
 
     moe._can_use_grouped_mm = can_use_grouped_mm
@@ -53,15 +53,15 @@ def adapt_transformers() -> None:
 def adapt_engine(engine: Any) -> None:
     """Make ``engine.step`` work on several CPU ranks.
 
-    Before 0.19 stages 1 and 2 flatten parameters with gradients enabled (``runtime/zero/stage_1_and_2.py``). They are
-    views of one buffer then, and gloo refuses to gather into them. A step needs no gradients.
+    Before 0.19 stages 1 and 2 flatten parameters with gradients enabled (``runtime/zero/stage_1_and_2.py``). The
+    parameters are then views of one buffer, and gloo refuses to gather into them. A step needs no gradients.
     """
     if deepspeed_keys.is_before("0.19"):
         engine.step = torch.no_grad()(engine.step)
 
 
 def partition_rank(parameter: Any) -> int:
-    """This rank's place among those that hold a parameter at stage 3; DeepSpeed keeps it since 0.19."""
+    """This rank's place among those that hold a parameter at stage 3; DeepSpeed has stored it since 0.19."""
     kept = getattr(parameter, "ds_zero_partition_rank", None)
     if kept is not None:
         return int(kept)
@@ -71,7 +71,7 @@ def partition_rank(parameter: Any) -> int:
 
 
 def is_partitioned_at_stage_0(optimizer: Any) -> bool:
-    """Return whether it is ``BF16_Optimizer``, which DeepSpeed takes at stage 0 in bf16 before 0.17.6."""
+    """Return whether it is ``BF16_Optimizer``, which DeepSpeed before 0.17.6 uses at stage 0 in bf16."""
     return hasattr(optimizer, "bf16_groups")
 
 
@@ -82,17 +82,17 @@ def gradient_buckets(optimizer: Any) -> list[Any]:
 
 
 def step_methods(optimizer: Any) -> list[str]:
-    """The methods of DeepSpeed's CPU optimizer that compute a step; ``step_subgroup`` exists since 0.18."""
+    """The methods of DeepSpeed's CPU optimizer that compute a step; ``step_subgroup`` has existed since 0.18."""
     return [name for name in ("step", "step_subgroup") if hasattr(optimizer, name)]
 
 
 def loss_scale(optimizer: Any) -> float:
-    """The current loss scale of DeepSpeed's ``FP16_UnfusedOptimizer``, which before 0.18 kept it itself."""
+    """The current loss scale of DeepSpeed's ``FP16_UnfusedOptimizer``, which held it itself before 0.18."""
     return float(getattr(optimizer, "loss_scale_config", optimizer).cur_scale)
 
 
 def set_allocator_settings(settings: str) -> None:
-    """Passes what ``PYTORCH_CUDA_ALLOC_CONF`` holds to the allocator of a process that has loaded torch already."""
+    """Pass the value of ``PYTORCH_CUDA_ALLOC_CONF`` to the allocator of a process that has already loaded torch."""
     if hasattr(torch._C, "_accelerator_setAllocatorSettings"):  # since torch 2.8
         torch._C._accelerator_setAllocatorSettings(settings)
     else:

@@ -66,7 +66,7 @@ def count_model(model: Any) -> dict[str, Any] | None:
     """Return the counted fields of ``models.presets.ModelFacts`` for a causal language model of Transformers.
 
     None for code that came with the model, for an architecture that is not in :data:`ARCHITECTURES`, and with
-    cross-attention, which a causal language model does not use: their modules may not be the known ones.
+    cross-attention, which a causal language model does not use: their modules may differ from the known ones.
     """
     config = model.config
     if not type(model).__module__.startswith("transformers.models."):
@@ -76,7 +76,7 @@ def count_model(model: Any) -> dict[str, Any] | None:
     import torch
     from transformers.pytorch_utils import Conv1D
 
-    # Weight elements that one token is multiplied with, found by the type of module.
+    # Weight elements that multiply one token, found by the type of module.
     multiplied = 0
     for name, module in model.named_modules():
         kind = type(module).__name__
@@ -86,14 +86,14 @@ def count_model(model: Any) -> dict[str, Any] | None:
         elif isinstance(module, (torch.nn.Linear, Conv1D)) or kind.endswith(("TopKRouter", "TopkRouter")):
             multiplied += module.weight.numel()
         elif kind.endswith("Experts"):
-            # The experts of a layer are two fused tensors; a token is multiplied with some of the experts.
+            # The experts of a layer are two fused tensors; only some of the experts multiply a token.
             weights = module.gate_up_proj.numel() + module.down_proj.numel()
             multiplied += weights * config.num_experts_per_tok // module.num_experts
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if hasattr(config, "v_head_dim"):
         # Keys and values differ in width: the mean gives the FLOPs of both products.
         head_dim = (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) // 2
-    sizes = [parameter.numel() for parameter in model.parameters()]  # yields a shared tensor once
+    sizes = [parameter.numel() for parameter in model.parameters()]  # parameters() yields a shared tensor once
     return {
         "parameters": sum(sizes),
         "matmul_parameters": multiplied,

@@ -50,7 +50,7 @@ def measure(
     """The fields of a RankMeasurement, as plain JSON values. Raises whatever torch or DeepSpeed raises.
 
     ``save_partial`` gets them before the inspection that follows the measured window, so that a failure there does not
-    lose them. ``folder``: of the trial.
+    lose them. ``folder``: the trial's.
     """
     trial = assignment.trial
     accelerator, workload = trial.placement.accelerator, trial.workload
@@ -110,11 +110,11 @@ def measure(
     early = early_window(config, workload.warmup_steps if workload.pass_type == "train" else 0)
     between = [(1, lambda: meter.end("first_step")), *change.watch(early, lambda: trainer.skipped)]
     warmup_seconds = training_loop.warm_up(trainer, workload.warmup_steps, between)
-    least = training_loop.DEEPCOMPILE_WARMUP if is_deepcompiled(config) else 0
-    further = training_loop.warm_up_compiled(trainer, len(warmup_seconds), least)
+    min_warmup = training_loop.DEEPCOMPILE_WARMUP if is_deepcompiled(config) else 0
+    further = training_loop.warm_up_compiled(trainer, len(warmup_seconds), min_warmup)
     if further:
         warmup_seconds += further
-        notes.append(f"{len(further)} further warm-up steps, until compiling was over")
+        notes.append(f"{len(further)} further warm-up steps, until nothing more was compiled")
     graphs = training_loop.compiled_graphs()
     retries, io_before = measured_memory.alloc_retries(accelerator), measured_memory.io_bytes()
     # The phase would be empty if no step followed the one that ended first_step.
@@ -124,7 +124,7 @@ def measure(
     compiled_within = training_loop.compiled_graphs() - graphs
     if compiled_within:
         graphs_text = "a graph was" if compiled_within == 1 else f"{compiled_within} graphs were"
-        notes.append(f"{graphs_text} compiled within the measured steps, which slowed them down")
+        notes.append(f"{graphs_text} compiled during the measured steps, which slowed them down")
     cpu_after = CpuReading.read()
     io_after = measured_memory.io_bytes()
     # Before the phase ends, which resets the peaks.
@@ -145,7 +145,7 @@ def measure(
         "parameter_count": sum(sizes),
         "trainable_parameter_count": sum(trained),
         "dropout": build.greatest_dropout(model),
-        # None for a model of a library other than Transformers.
+        # None for a model that does not come from Transformers.
         "attention": getattr(getattr(model, "config", None), "_attn_implementation", None),
         "tf32": _uses_tf32() if accelerator == "cuda" else None,
         "vocabulary_size": None if built.make_batch else build.vocabulary_size(model),
@@ -168,7 +168,7 @@ def measure(
     measured |= _measure_phases_and_ledger(trainer, assignment)
     save_partial(measured)
     measured = _measure_training(trainer, (change, frozen), assignment, measured, save_partial, folder)
-    del built  # alive until here: Transformers knows by it that the weights are partitioned
+    del built  # alive until here: it tells Transformers that the weights are partitioned
     return measured
 
 
@@ -180,7 +180,7 @@ def _measure_training(
     save_partial: SavePartial,
     folder: Path,
 ) -> dict[str, Any]:
-    """``measured`` with what training has done to the weights, with profiles and a checkpoint where asked for."""
+    """``measured`` plus the changes that training made to the weights, and profiles and a checkpoint if requested."""
     trial, (change, frozen), has_checkpoint = assignment.trial, weights, assignment.checkpoint_folder is not None
     if not has_checkpoint:
         measured |= take_profiles(trainer, trial, folder, measured["notes"])
@@ -190,7 +190,7 @@ def _measure_training(
     if change.note is not None:
         measured["notes"] = [*measured["notes"], change.note]
     # With parameters on a disk, DeepSpeed fails in a step after a forward pass that no backward pass followed.
-    # There the loss is computed last of all, after the step that checks the checkpoint.
+    # In that case the loss is computed last, after the step that checks the checkpoint.
     loss_last = trial.configuration.offload_param == "nvme"
     if not loss_last:
         measured["repeated_loss"] = training_loop.repeated_loss(trainer)
@@ -198,16 +198,16 @@ def _measure_training(
         save_partial(measured)
         measured |= measure_checkpoint(trainer, change, Path(assignment.checkpoint_folder), measured, save_partial)
     if loss_last and has_checkpoint and trial.inspection.profiles:
-        # Not after the profiles either: after their steps it would be another model's than in other rows.
-        text = "the loss on the first batch was not computed: profiles follow, and DeepSpeed fails in a step after it"
-        measured["notes"] = [*measured["notes"], f"{text} where parameters lie on a disk"]
+        # Not after the profiles either: their steps would make the model differ from that of other rows.
+        text = "profiles follow, and with parameters on a disk DeepSpeed fails in a step after it"
+        measured["notes"] = [*measured["notes"], f"the loss on the first batch was not computed: {text}"]
     elif loss_last:
         measured["repeated_loss"] = training_loop.repeated_loss(trainer)
     if has_checkpoint:
-        # Only now: what profilers leave in the process would count in the peaks of a checkpoint's host memory.
+        # Only now: memory that profilers leave behind would count towards a checkpoint's peaks of host memory.
         save_partial(measured)
         measured |= take_profiles(trainer, trial, folder, measured["notes"])
-    # Last, so that all else is measured after the same steps in rows of engines whose operations are not seen.
+    # Last, so that everything else follows the same steps in all rows, even those of engines that are not timed here.
     by_deepspeed = not isinstance(trainer.engine, ReferenceEngine) and not trainer.is_compiled
     communicates = torch.distributed.get_world_size() > 1 or trainer.accelerator == "cuda"
     if communicates and by_deepspeed and not loss_last:
@@ -217,9 +217,9 @@ def _measure_training(
 
 
 def _uses_tf32() -> bool:
-    """Whether fp32 matrix products run in TF32, by whichever of torch's switches, unless a variable turns it off."""
+    """Whether fp32 matrix products run in TF32: one of torch's switches turns it on, and no variable turns it off."""
     matmul = torch.backends.cuda.matmul
-    # Before torch 2.9 there is only the older switch; later it may not be read beside the newer one.
+    # Before torch 2.9 only the older switch exists; since then it may not be read alongside the newer one.
     allowed = matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else bool(matmul.allow_tf32)
     return allowed and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"
 
@@ -227,9 +227,9 @@ def _uses_tf32() -> bool:
 def _backward_with_ledger(engine: Any, loss: torch.Tensor) -> ledger.Ledger:
     """Run backward. Return a ledger from inside it: stages 1 and 2 hold their gradient buckets only there.
 
-    At stage 2, which frees gradients on the way, from the middle of backward; below, at the last gradient. Empty at
-    stage 3, whose bucket is always there, and where hooks on partitioned parameters are never called; and for reference
-    engines, which hold as much when backward has ended.
+    At stage 2, which frees gradients along the way, it is from the middle of backward; below, from the last gradient.
+    Empty at stage 3, where the bucket always exists and hooks on partitioned parameters are never called; and for
+    reference engines, which hold just as much when backward has ended.
     """
     if engine.zero_optimization_stage() == 3 or isinstance(engine, ReferenceEngine):
         engine.backward(loss)
@@ -253,7 +253,7 @@ def _backward_with_ledger(engine: Any, loss: torch.Tensor) -> ledger.Ledger:
 
 
 def _compute_grad_norm(engine: Any) -> Any:
-    """Return the gradient norm before a step, of an engine that reports none; None if it holds no whole gradients."""
+    """Return the gradient norm before a step, for an engine that reports none; None if it holds no whole gradients."""
     split = engine.zero_optimization_stage() > 0 and not isinstance(engine, ReferenceEngine)
     if split or engine.fp16_enabled() or not any(each.grad is not None for each in engine.module.parameters()):
         return None

@@ -2,16 +2,16 @@
 
 Reads one JSON request per line from standard input. The model is built under ``FakeTensorMode`` (shapes and storages,
 no bytes) on the CPU device, in its training number format; a saved-tensor hook counts the storages that autograd keeps,
-as the ledger of a real run does. Six sizes of batch and sequence give the coefficients of a polynomial in both.
+as the ledger of a real run does. Six pairs of batch size and sequence length give the coefficients of a polynomial.
 
-A request with a ``config`` names an architecture whose tensors are known by arithmetic: it is built with two layers,
-unless it asks for the ``whole`` model, whose layers are of several kinds. Any other request names a folder, a model on
-the Hub or a factory. A whole model's tensors are printed at once (a line with ``partial``); then all but two blocks of
-each kind are removed. In both cases the second block of a kind is the measure of every other. Each request ends with
-one line: the answer, or ``error``.
+A request with a ``config`` names an architecture whose tensors are known by arithmetic: the model is built with two
+layers, unless the request is for the ``whole`` model, because its layers are of several kinds. Any other request names
+a folder, a model on the Hub or a factory. A whole model's tensors are printed immediately (a line with ``partial``);
+then all but two blocks of each kind are removed. In both cases the second block of a kind represents all further ones.
+Each request ends with one line: the answer, or ``error``.
 
-CUDA keeps different tensors from the CPU in three cases, which ``_CudaKernelMode`` imitates. A real run is
-measured by ``ledger``.
+In three cases CUDA keeps tensors that differ from the CPU's; ``_CudaKernelMode`` imitates them. A real run is measured
+by ``ledger``.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from .library_versions import adapt_transformers, dtype_argument, no_init_weight
 TERMS = ("1", "s", "ss", "b", "bs", "bss")
 """Monomials in micro-batch b and sequence length s, as ``prediction.model_profile.Polynomial`` reads them."""
 BATCHES = (2, 3)
-"""Not 1: slices of a single sequence stay contiguous and are not copied, which makes 8 bytes of difference."""
+"""Not 1: slices of a single sequence stay contiguous and are not copied, which makes a difference of 8 bytes."""
 LOSS_BATCHES = (512, 1024)
-"""Batches whose logits outweigh the gradient of the LM head, which is not a temporary of the loss."""
+"""Batch sizes whose logits outweigh the gradient of the LM head, which is not a temporary of the loss."""
 LIMIT_BATCHES = (1024, 2048)
-"""Batches large enough for a loss in parts of a fixed size."""
+"""Batch sizes large enough for a loss in parts of a fixed size."""
 _UNLIMITED = 2**62
 SEQUENCES = (16, 32, 48)
 LAYERS = 2
@@ -75,15 +75,15 @@ Answer = dict[str, Any]
 def measure(request: Mapping[str, Any], report_partial: Callable[[Answer], None]) -> Answer:
     """Tensor sizes and, per number format, the polynomials that ``prediction.model_profile.Activations`` holds.
 
-    ``report_partial`` gets what is known of a whole model before its forward passes begin. Raises whatever the model's
-    code raises.
+    ``report_partial`` gets the facts that are known about a whole model before its forward passes begin. Raises
+    whatever the model's code raises.
     """
     is_whole = request.get("config") is None or bool(request.get("whole"))
     kernels = _CudaKernelMode() if request.get("accelerator", "cuda") == "cuda" else contextlib.nullcontext()
     answer: Answer = {}
     autocast = bool(request.get("autocast"))
     for precision in request["precisions"]:
-        if autocast and answer:  # the same whatever the weights' number format would be without it
+        if autocast and answer:  # the same, whichever number format the weights would have without it
             answer["formats"][precision] = next(iter(answer["formats"].values()))
             continue
         # Where weights are frozen, stage 3 keeps more than other stages (linear_of_stage_3). The model is built again,
@@ -146,14 +146,14 @@ def _fit_activations(
         fixed = fits["loss_limit"]["fixed"]
         fixed["1"] = fixed.get("1", 0) + 2 * 4 * int(chunked_cross_entropy._BLOCK_ELEMENTS)
     # Last, since it changes the model.
-    with contextlib.suppress(Exception):  # not every model can; a run that asks for it says so
+    with contextlib.suppress(Exception):  # not every model supports it; a run that requests it says so
         build.enable_checkpointing(whole)
         fits["checkpointed"] = _SavedBytes.measure(model, sizes).by_layer(model.layers)
     return fits
 
 
 def adapt_tiled_loss() -> None:
-    """Let DeepSpeed's tiled loss run on fake tensors: it reads a gradient's value, which is 1 and which they lack."""
+    """Let DeepSpeed's tiled loss run on fake tensors, which lack the value of the gradient that it reads: 1 here."""
     from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
 
     def backward(ctx: Any, *_gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -173,11 +173,11 @@ def linear_of_stage_3() -> Iterator[None]:
 
 
 class _CudaKernelMode(TorchFunctionMode):
-    """Saves what CUDA's kernels save, on the CPU.
+    """Saves on the CPU what CUDA's kernels save.
 
-    Dropout: a mask of one byte per element (native_dropout), where the CPU keeps one of the number format. Fused
+    Dropout: a mask of one byte per element (native_dropout), where the CPU keeps one in the number format. Fused
     attention with dropout: no scores, where the CPU keeps them. Under autocast: powers, softmax and norms of 16-bit
-    tensors are computed in fp32 (aten/src/ATen/autocast_mode.h), where the CPU leaves the number format.
+    tensors are computed in fp32 (aten/src/ATen/autocast_mode.h), where the CPU keeps the number format.
     """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -201,7 +201,7 @@ def _name_arguments(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[s
 def build_fake_model(
     request: Mapping[str, Any], dtype: torch.dtype, layers: int = LAYERS
 ) -> tuple[torch.nn.Module, build.MakeBatch | None]:
-    """The model of a request on fake tensors, in training mode; and a factory's own function for batches.
+    """The model of a request on fake tensors, in training mode, and a factory's own batch function.
 
     ``layers``: depth of a known architecture; any other model has its own.
     """
@@ -214,7 +214,7 @@ def build_fake_model(
                 model, make_batch = build.call_factory(request["factory"])
                 for module in model.modules():
                     if isinstance(module, PreTrainedModel):
-                        module.tie_weights()  # left out by its constructor, which counts it as initialization
+                        module.tie_weights()  # skipped by its constructor, which counts it as initialization
                 model = model.to(dtype=dtype)
         else:
             model = _build_from_config(request, dtype, layers)
@@ -225,7 +225,7 @@ def build_fake_model(
 
 @contextlib.contextmanager
 def converting_fake_parameters() -> Iterator[None]:
-    """Make ``Module.to`` replace parameters: it swaps their contents in place, which fake tensors do not allow."""
+    """Make ``Module.to`` replace parameters instead of swapping contents in place, which fake tensors do not allow."""
     converted: dict[int, tuple[torch.nn.Parameter, torch.nn.Parameter]] = {}  # tied parameters stay tied
 
     def apply(module: torch.nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
@@ -267,7 +267,7 @@ def _build_from_config(request: Mapping[str, Any], dtype: torch.dtype, layers: i
             attn_implementation=request.get("attention"),
             **dtype_argument(dtype),
         )
-        # The constructor leaves it out under no_init_weights.
+        # The constructor skips this under no_init_weights.
         model.tie_weights()  # type: ignore[operator]
     return model
 
@@ -279,16 +279,16 @@ def split_by_layer(model: torch.nn.Module, layers: list[torch.nn.Module]) -> dic
     numbers = [number for number, parameter in enumerate(parameters) if id(parameter) in in_layers]
     first, end = numbers[0], numbers[-1] + 1
     if end - first != len(numbers):
-        raise ValueError("the layers of this architecture do not lie together")
+        raise ValueError("the tensors of this architecture's layers are not contiguous")
     sizes = [parameter.numel() for parameter in parameters]
     return {"before": sizes[:first], "layer": sizes[first:end][-len(numbers) // len(layers) :], "after": sizes[end:]}
 
 
 def _count_tensors(model: torch.nn.Module, block_count: int) -> Answer:
-    """Facts of a whole model that need no forward pass."""
+    """Facts about a whole model that need no forward pass."""
     parameters = list(model.parameters())
     is_tied = False
-    with contextlib.suppress(Exception):  # a model of another library may lack the function, or be without parameters
+    with contextlib.suppress(Exception):  # a model from another library may lack the function or have no parameters
         head = model.get_output_embeddings()  # type: ignore[operator]
         is_tied = head is not None and head.weight is parameters[0]
     trained = [parameter.numel() for parameter in parameters if parameter.requires_grad]
@@ -316,9 +316,9 @@ class _ShortenedModel:
         self.layers = max(1, len(blocks))
         """Blocks of the whole model."""
         self._mode: FakeTensorMode = next(model.parameters()).fake_mode  # type: ignore[attr-defined]
-        self.blocks, self.weights = _remove_alike_blocks(model, blocks)
-        """Blocks that are left, and how many blocks of the whole model each one stands for. The first of a kind keeps
-        what all share: it stands for none where there is a second."""
+        self.blocks, self.weights = _remove_similar_blocks(model, blocks)
+        """Blocks that are left, and how many blocks of the whole model each one represents. The first of a kind keeps
+        what all share: it represents none if there is a second."""
         self._current = 0
         for number, block in enumerate(self.blocks):
             # After each block, saved tensors belong to the next share.
@@ -331,11 +331,11 @@ class _ShortenedModel:
     def saved_bytes(self, batch_size: int, sequence: int) -> list[int]:
         """Bytes of the storages that autograd saves in a forward pass, except parameters (see ``ledger``).
 
-        One number for each block, from the end of the block before it on, and one for what follows the last block.
+        One number for each block, counted from the end of the block before it, and one for everything after the last.
         """
         self._current = 0
         shares = [0] * (len(self.blocks) + 1)
-        saved: dict[int, torch.UntypedStorage] = {}  # alive, so that no other storage gets the address of one of them
+        saved: dict[int, torch.UntypedStorage] = {}  # kept alive, so that no other storage gets its address
 
         def note(_tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
             if storage._cdata not in saved:
@@ -349,8 +349,8 @@ class _ShortenedModel:
     def loss_peak_bytes(self, batch_size: int, sequence: int, *, of_loss_alone: bool) -> int:
         """Peak of live activations and temporaries from the first operation to the first parameter's gradient.
 
-        ``of_loss_alone``: from the output layer on, as what the layers before it take for a moment may be more than a
-        loss in parts takes.
+        ``of_loss_alone``: from the output layer on, because the layers before it may briefly take more memory than a
+        loss in parts.
         """
 
         def stop(_parameter: torch.nn.Parameter, _gradient: torch.Tensor) -> None:
@@ -366,7 +366,7 @@ class _ShortenedModel:
         return int(live.peak)
 
     def _make_fake_batch(self, batch_size: int, sequence: int) -> dict[str, torch.Tensor]:
-        """Token ids, or what the model's factory makes for it."""
+        """Token ids, or a batch from the model's factory."""
         if self._make_batch is None:
             return make_fake_tokens(batch_size, sequence)
         dtype = next(self.model.parameters()).dtype
@@ -380,15 +380,15 @@ def make_fake_tokens(batch_size: int, sequence: int) -> dict[str, torch.Tensor]:
 
 
 class _LossDoneError(Exception):
-    """Backward has come to the first parameter: the loss and its temporaries are behind it."""
+    """Backward has reached the first parameter: the loss and its temporaries are behind it."""
 
 
-def _remove_alike_blocks(
+def _remove_similar_blocks(
     model: torch.nn.Module, blocks: list[torch.nn.Module]
 ) -> tuple[list[torch.nn.Module], list[int]]:
-    """Remove all but two blocks of each kind. Return those left, and how many blocks each stands for.
+    """Remove all but two blocks of each kind. Return those left, and how many blocks each represents.
 
-    Only from a model of Transformers with a single list of blocks, whose forward pass loops over that list and over
+    Only from a Transformers model with a single list of blocks, whose forward pass loops over that list and over
     the depth in its config; any other model stays whole.
     """
     config = getattr(model, "config", None)
@@ -402,13 +402,13 @@ def _remove_alike_blocks(
     numbers = {id(parameter): number for number, parameter in enumerate(model.parameters())}
     first_trained = min((numbers[id(each)] for each in model.parameters() if each.requires_grad), default=len(numbers))
     for number, block in enumerate(blocks):
-        # Without trained parameters before it no gradient of its input is computed.
+        # Without trained parameters before it, no gradient of its input is computed.
         trained_before = any(numbers[id(parameter)] > first_trained for parameter in block.parameters())
         kind = layer_types[number] if layer_types else None, trained_before, _describe_kind(block)
         numbers_by_kind.setdefault(kind, []).append(number)
-    left = sorted(number for alike in numbers_by_kind.values() for number in alike[:2])
-    weights = {alike[:2][-1]: len(alike) for alike in numbers_by_kind.values()}
-    # From the end, so that the numbers of the blocks before stay right.
+    left = sorted(number for same in numbers_by_kind.values() for number in same[:2])
+    weights = {same[:2][-1]: len(same) for same in numbers_by_kind.values()}
+    # From the end, so that the numbers of earlier blocks stay valid.
     for number in sorted(set(range(len(blocks))) - set(left), reverse=True):
         del lists[0][number]
     setattr(config, depth, len(left))
@@ -433,9 +433,9 @@ def _describe_kind(block: torch.nn.Module) -> Any:
 
 @contextlib.contextmanager
 def _loss_in_parts(name: str, *, of_fixed_size: bool) -> Iterator[None]:
-    """Compute a loss in parts as at small micro-batches, whose parts grow, or as at large ones, whose parts do not.
+    """Compute a loss in parts as for small micro-batches, whose parts grow, or as for large ones, whose parts do not.
 
-    For ``chunked`` parts of a fixed size mean its kernel on CUDA, whose parts take no memory.
+    For ``chunked``, parts of a fixed size mean its kernel on CUDA, whose parts take no memory.
     """
     if name == "tiled":
         with mock.patch.object(
@@ -458,7 +458,7 @@ def _loss_in_parts(name: str, *, of_fixed_size: bool) -> Iterator[None]:
 
 
 class _NoKernel:
-    """Takes the place of a Triton kernel, which cannot run here; the tensors that it would fill exist already."""
+    """Takes the place of a Triton kernel, which cannot run here; the tensors that it would fill already exist."""
 
     def __getitem__(self, _grid: object) -> Callable[..., None]:
         return lambda *_args, **_kwargs: None
@@ -466,14 +466,14 @@ class _NoKernel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SavedBytes:
-    """Bytes saved in a forward pass: exact coefficients of ``TERMS``, as column vectors of sympy."""
+    """Bytes saved in a forward pass: exact coefficients of ``TERMS``, as sympy column vectors."""
 
     measured: Any
     """Of the shortened model."""
     total: Any
     """Of the whole model."""
     in_blocks: Any
-    """Of ``total``, what the blocks keep."""
+    """The part of ``total`` that the blocks keep."""
     largest_block: Any
 
     @classmethod
@@ -485,7 +485,7 @@ class _SavedBytes:
         largest_size = sympy.Matrix(_monomials(*sizes[-1]))
         return cls(
             measured=measured,
-            # Two blocks of a kind are in it already.
+            # Up to two blocks of each kind are already in ``measured``.
             total=sum((max(0, weight - 2) * share for weight, share in weighted), measured),
             in_blocks=sum((weight * share for weight, share in weighted), _ZERO) if weighted else measured,
             largest_block=max(
@@ -502,7 +502,7 @@ class _SavedBytes:
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Bytes of the storages that operations made and that are alive, and their peak."""
+    """Bytes of the live storages that operations have made, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -510,7 +510,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Views and operations in place return a storage that is there already.
+        # Views and in-place operations return a storage that already exists.
         inputs = {identity for identity, _ in storages((args, kwargs))}
         result = function(*args, **(kwargs or {}))
         for identity, storage in storages(result):
@@ -518,13 +518,13 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 size = storage.nbytes()
                 self._known.add(identity)
                 self.now += size
-                # No allocator counts fake tensors: a storage is freed when its Python object ends.
+                # No allocator counts fake tensors: a storage is freed when its Python object is.
                 weakref.finalize(storage, self._remove, identity, size)
         self.peak = max(self.peak, self.now)
         return result
 
     def forget_peak(self) -> None:
-        """Start the peak again from what is alive now."""
+        """Restart the peak from the bytes that are live now."""
         self.peak = self.now
 
     def _remove(self, identity: int, size: int) -> None:
@@ -540,7 +540,7 @@ def storages(values: Any) -> Iterator[tuple[int, torch.UntypedStorage]]:
 
 
 def fit_polynomial(sizes: list[tuple[int, int]], values: list[int]) -> Any:
-    """Coefficients of ``TERMS`` that give exactly these values at as many sizes (batch, sequence): a column vector."""
+    """Coefficients of ``TERMS`` that give exactly these values at these sizes (batch, sequence): a column vector."""
     return _inverse(tuple(sizes)) * sympy.Matrix(values)
 
 

@@ -22,7 +22,7 @@ _PROCESS = Path("/proc/self")
 
 
 def peak_resident_bytes() -> int | None:
-    """Peak resident memory of this process since it began or :func:`reset_host_peak` was called."""
+    """Peak resident memory of this process since it began or :func:`reset_host_peak` was last called."""
     return read_table(_PROCESS / "status").get("VmHWM")
 
 
@@ -36,10 +36,10 @@ def reset_host_peak() -> bool:
 
 
 class PhaseMeter:
-    """Measures the memory of this rank in one phase of the trial after the other.
+    """Measures the memory of this rank in one phase of the trial after another.
 
     Each peak is the kernel's high-water mark, which is reset between phases; nothing is sampled. Where the kernel does
-    not allow the reset, the peak of a phase is known only if it exceeds all earlier phases.
+    not allow the reset, the peak of a phase is known only if it exceeds those of all earlier phases.
     """
 
     def __init__(self, accelerator: str) -> None:
@@ -59,7 +59,7 @@ class PhaseMeter:
 
     def end(self, phase: str) -> None:
         """Store the memory of the current phase, and begin the next."""
-        resident = read_table(_PROCESS / "status")  # peak and end of one moment
+        resident = read_table(_PROCESS / "status")  # peak and end at the same moment
         peak = resident.get("VmHWM")
         self.phases[phase] = {
             "host_peak_bytes": peak if peak is not None and peak > self._highest_before else None,
@@ -83,7 +83,7 @@ def io_bytes() -> tuple[int, int] | None:
 
 
 def empty_device_cache(accelerator: str) -> None:
-    """Release the unused blocks of torch's allocator, which would count as reserved in the steps."""
+    """Release the unused blocks of torch's allocator, which would count as reserved during the steps."""
     if accelerator == "cuda":
         # Tensors in reference cycles keep their blocks in use until they are collected.
         gc.collect()
@@ -117,7 +117,7 @@ def device_facts(accelerator: str, retries_before: int, limit_bytes: int | None)
 
 
 def _proportional_bytes() -> int | None:
-    """Memory of this rank and of its data loader's worker processes, each shared page divided by those that map it."""
+    """Memory of this rank and its data loader's workers, each shared page divided by the processes that map it."""
     pids = [os.getpid(), *(child.pid for child in multiprocessing.active_children())]
     own, *others = (read_table(Path(f"/proc/{pid}/smaps_rollup")).get("Pss") for pid in pids)
     return None if own is None else own + sum(size or 0 for size in others)

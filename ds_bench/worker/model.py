@@ -3,10 +3,10 @@
 No weights are downloaded. At stage 3 a preset, local or Hub model is built inside ``deepspeed.zero.Init`` (Transformers
 enters it while an ``HfDeepSpeedConfig`` is alive), so that no rank ever holds all of it; at other stages it is built on
 the device in the training precision. The two draw random numbers in different orders, so every matrix is drawn again
-from a generator seeded by its name, or losses of different stages would not be comparable. For FSDP2, matrices are
-built on the meta device and drawn when the engine splits them (``reference_engines``).
+from a generator seeded by its name; otherwise losses at different stages would not be comparable. For FSDP2, matrices
+are built on the meta device and drawn when the engine splits them (``reference_engines``).
 
-Without zero.Init (``Workload.zero_init``) a model for stage 3 is built whole in every rank's host memory, as by a
+Without zero.Init (``Workload.zero_init``) a model for stage 3 is built whole in every rank's host memory, as in a
 program that does not know the configuration yet; ``deepspeed.initialize`` moves it to the device and splits it.
 
 A factory's model keeps the weights that its own code draws. At every stage it is built whole in every rank's host
@@ -54,11 +54,11 @@ MakeBatch = Callable[[int, int, torch.Generator], Mapping[str, torch.Tensor]]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltModel:
     """A model in training mode, where the engine expects it: at stage 3 partitioned, or in host memory without
-    ``zero_init``; for FSDP2 on the meta device or in host memory; else on the device."""
+    ``zero_init``; for FSDP2 on the meta device or in host memory; otherwise on the device."""
 
     module: torch.nn.Module
     make_batch: MakeBatch | None
-    """A factory's own function for data; None for random tokens of the model's vocabulary."""
+    """A factory's own batch function; None for random tokens from the model's vocabulary."""
     stage3: object | None
     """Transformers treats weights as partitioned while this object exists, and has only a weak reference to it: keep it
     as long as the model is used."""
@@ -113,7 +113,7 @@ def build_model(
         module = _build_from_config(workload, dtype, host if at_stage3 and not split else device, split)
         reinitialize_weights(module, workload.seed, report_progress, device)
     if at_stage3 and stage3 is None:
-        stage3 = HfDeepSpeedConfig(dict(config))  # only now: it must not be built inside zero.Init
+        stage3 = HfDeepSpeedConfig(dict(config))  # only now: the model must not be built inside zero.Init
     if workload.dropout is not None:
         set_dropouts(module, workload.dropout)
     choice = trained_parameters.of_workload(workload)
@@ -131,12 +131,12 @@ def build_model(
 def choose_trained(module: torch.nn.Module, choice: TrainedParameters, seed: int) -> None:
     """Freeze parameters of a model, and add adapters to it in place (peft).
 
-    Raises ValueError if a name fits no parameter, or no linear module.
+    Raises ValueError if a name matches no parameter, or no linear module.
     """
     names = [name for name, _ in module.named_parameters()]
     for pattern in choice.freeze:
         if not any(trained_parameters.is_frozen(name, [pattern]) for name in names):
-            raise ValueError(f"--freeze {pattern}: no parameter's name contains it; one is {names[0]}")
+            raise ValueError(f"--freeze {pattern}: no parameter's name contains it; the first name is {names[0]}")
     for name, parameter in module.named_parameters():
         if not choice.trains(name):
             parameter.requires_grad_(False)
@@ -192,7 +192,7 @@ def _build_from_config(workload: Workload, dtype: torch.dtype, device: torch.dev
 
 
 def call_factory(name: str) -> tuple[torch.nn.Module, MakeBatch | None]:
-    """Return the model that ``package.module:function`` makes, and its function for batches if it has one."""
+    """Return the model that ``package.module:function`` makes, and its batch function if it has one."""
     returned = import_factory(name)()
     model, make_batch = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
     if not isinstance(model, torch.nn.Module):
@@ -212,7 +212,7 @@ def _set_config_dropouts(config: Any, probability: float) -> None:
 
 
 def set_dropouts(model: torch.nn.Module, probability: float) -> None:
-    """Set every dropout of a built model: modules, and the probabilities that a forward pass gives to functions."""
+    """Set every dropout of a built model: modules, and the probabilities that a forward pass hands to functions."""
     for module, name, _ in find_dropouts(model):
         setattr(module, name, probability)
 
@@ -223,7 +223,10 @@ def greatest_dropout(model: torch.nn.Module) -> float:
 
 
 def find_dropouts(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, float]]:
-    """Yield (module, attribute, probability) of every dropout: ``p`` of torch's modules, else floats named so."""
+    """Yield (module, attribute, probability) of every dropout.
+
+    The attribute is ``p`` in torch's modules; in any other, each number with a dropout's name.
+    """
     for module in model.modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
             yield module, "p", module.p
@@ -232,7 +235,7 @@ def find_dropouts(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str
 
 
 def _is_dropout(name: str, value: object) -> bool:
-    """Return True for ``attn_pdrop``, ``hidden_dropout_prob``, ``dropout``; not for ``layerdrop``, of layers."""
+    """True for ``attn_pdrop``, ``hidden_dropout_prob``, ``dropout``; not for ``layerdrop``, which drops layers."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and ("dropout" in name or "pdrop" in name)
 
 
@@ -280,7 +283,7 @@ def _generator_of(name: str, seed: int, device: torch.device) -> torch.Generator
 
 @contextlib.contextmanager
 def matrices_on_meta() -> Iterator[None]:
-    """Put parameters of two or more dimensions on the meta device as modules get them within this context.
+    """Put parameters of two or more dimensions on the meta device as they are assigned to modules within this context.
 
     Biases, norms and buffers keep what the model's own code writes into them.
     """
@@ -291,13 +294,13 @@ def matrices_on_meta() -> Iterator[None]:
             param = torch.nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
         original(self, name, param)
 
-    # A module calls it for every parameter that is assigned to it (nn/modules/module.py, __setattr__).
+    # A module calls this for every parameter that is assigned to it (nn/modules/module.py, __setattr__).
     with mock.patch.object(torch.nn.Module, "register_parameter", register):
         yield
 
 
 def find_blocks(model: torch.nn.Module, min_parameter_fraction: float = 0.0) -> list[torch.nn.Module]:
-    """Return the blocks that a model repeats: members of its lists of modules that are in no other such list.
+    """Return the blocks that a model repeats: the members of its module lists that are not nested in another such list.
 
     ``min_parameter_fraction``: share of the model's parameters that a list must hold.
     """
@@ -316,19 +319,19 @@ def find_blocks(model: torch.nn.Module, min_parameter_fraction: float = 0.0) -> 
 def enable_checkpointing(model: torch.nn.Module) -> None:
     enable = getattr(model, "gradient_checkpointing_enable", None)
     if enable is None:
-        raise TypeError(f"{type(model).__name__} has no gradient_checkpointing_enable: no activation checkpointing")
+        raise TypeError(f"{type(model).__name__} has no activation checkpointing (gradient_checkpointing_enable)")
     # DeepSpeed's own activation_checkpointing block does nothing for Transformers models.
     enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def parameter_sizes(model: torch.nn.Module, *, trained: bool = False) -> list[int]:
-    """Return the elements of every parameter of the whole model, tied ones once. ``trained``: only of trained ones."""
+    """Return the elements of each parameter of the whole model, tied ones once. ``trained``: only of trained ones."""
     parameters = (each for each in model.parameters() if each.requires_grad or not trained)
     return [int(getattr(each, "ds_numel", each.numel())) for each in parameters]
 
 
 def vocabulary_size(model: torch.nn.Module) -> int:
-    """Return the number of token ids, from the model's config or its own ``vocab_size``. Raises TypeError."""
+    """Return the number of token ids: ``vocab_size`` of the model's config or its own. Raises TypeError without one."""
     for holder in (getattr(model, "config", None), model):
         size = getattr(holder, "vocab_size", None)
         if isinstance(size, int) and size > 0:
@@ -346,12 +349,12 @@ _POSITIONS_OF_EACH_SAMPLE = ("opt",)
 def position_ids(model: torch.nn.Module, batch_size: int, seq_length: int) -> torch.Tensor | None:
     """Return the position of each token, in host memory, as the model itself would count it.
 
-    None unless it is a Transformers model that takes ``position_ids``. Nearly all count one sequence for the whole
-    batch; one per sample would cost memory and round the gradients of learned positions differently.
+    None unless it is a Transformers model that takes ``position_ids``. Nearly all use one row of positions for the
+    whole batch; one per sample would cost memory and round the gradients of learned positions differently.
     """
     from transformers import PreTrainedModel
 
-    # The class's method, because another loss replaces the model's.
+    # The class's method, because a replaced loss also replaces the model's own.
     if (
         not isinstance(model, PreTrainedModel)
         or "position_ids" not in inspect.signature(type(model).forward).parameters

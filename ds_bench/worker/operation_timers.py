@@ -1,13 +1,13 @@
-"""Timers of what a step spends outside computing: collectives, CPU Adam, the disk, copies between host and device.
+"""Timers for the parts of a step besides computing: collectives, CPU Adam, the disk, copies between host and device.
 
 DeepSpeed's own code is observed, not replaced: while a timer is active, the methods through which DeepSpeed
 communicates or offloads are timed. Used only in steps after the measured window.
 
-DeepSpeed's own communication logger (``deepspeed.comm.comms_logger``, 0.19.8) is not used. Its time of an operation is
-the sum of all so far of that name (``Timer.elapsed(reset=False)`` in comm/comm.py); it does not see
+DeepSpeed's own communication logger (``deepspeed.comm.comms_logger``, 0.19.8) is not used. Its time for an operation
+is the sum of all so far with that name (``Timer.elapsed(reset=False)`` in comm/comm.py); it does not see
 ``all_gather_coalesced``; it ends the process with exit code 0 at an operation that it does not know, such as
 ``all_gather_object``; and on the CPU accelerator it times only the launch of an operation that overlaps with
-training, as at stage 3. Timed here is what passes through DeepSpeed's backend, below that logger.
+training, as at stage 3. The timers here cover everything that passes through DeepSpeed's backend, below that logger.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _COLLECTIVES = (
     "scatter",
     "barrier",
 )
-"""Methods of DeepSpeed's backend (comm/torch.py). Sends and receives are left out: waiting for each would lock two
-ranks that send to each other."""
+"""Methods of DeepSpeed's backend (comm/torch.py). Sends and receives are left out: waiting for each would deadlock
+two ranks that send to each other."""
 _COPY_METHODS = ("copy_", "to", "cpu", "cuda")
 _READS = ("async_pread", "sync_pread", "pread")
 _WRITES = ("async_pwrite", "sync_pwrite", "pwrite")
@@ -86,7 +86,7 @@ class CommunicationTimer:
                 return operation(*arguments, **keywords)
             self._inside = True
             try:
-                # Until the device has finished what came before, which is not the operation's time.
+                # Wait for the device's earlier work, which is not part of the operation's time.
                 self._synchronize()
                 start = time.perf_counter()
                 work = operation(*arguments, **keywords)
@@ -109,8 +109,8 @@ class CommunicationTimer:
         Every rank must call it. A rank's wait is the sum over calls of how much longer it took than the fastest
         rank; unknown if ranks made different numbers of calls.
         """
-        # One reduction gives both ends: the largest of the negated numbers is the smallest number. They add up to 0
-        # only if all ranks made equally many calls.
+        # One reduction gives both ends: the largest of the negated counts is the smallest count, negated. They add up
+        # to 0 only if all ranks made the same number of calls.
         counts = torch.tensor([len(self._calls), -len(self._calls)], device=device)
         torch.distributed.all_reduce(counts, torch.distributed.ReduceOp.MAX)
         waits: list[float] | None = None
@@ -151,15 +151,15 @@ def _size(argument: Any) -> int:
 
 
 class DiskUse:
-    """Bytes that DeepSpeed's swapping asked the disk for, and the time that it took."""
+    """Bytes that DeepSpeed's swapping reads from and writes to the disk, and the time that it takes."""
 
     def __init__(self) -> None:
         self.read_bytes = 0
         self.written_bytes = 0
         self.wait_seconds = 0.0
-        """Time that training stood still: in calls that start operations or wait for them."""
+        """Time during which training stood still: in calls that start operations or wait for them."""
         self.busy_seconds = 0.0
-        """Time with operations under way, each moment once."""
+        """Time with operations under way, each moment counted once."""
         self._outstanding: set[int] = set()
         self._busy_since = 0.0
 
@@ -177,7 +177,7 @@ class DiskUse:
 
 
 class TimedHandle:
-    """Stands for a handle of DeepSpeed's async_io op, and counts what is asked of it in a :class:`DiskUse`."""
+    """Stands in for a handle of DeepSpeed's async_io op, and records its operations in a :class:`DiskUse`."""
 
     def __init__(self, handle: Any, disk: DiskUse) -> None:
         self._handle, self._disk = handle, disk
@@ -208,7 +208,7 @@ class TimedHandle:
 
 
 class OffloadTimer:
-    """Times CPU Adam, the disk and, where asked, copies between host and device, while it is active.
+    """Times CPU Adam, the disk and, if requested, copies between host and device, while it is active.
 
     ``synchronize``: waits for the device; each copy between host and device is then made synchronous, so that its time
     is its own. None: copies are not timed.
@@ -281,7 +281,7 @@ class OffloadTimer:
         return timed
 
     def times(self, steps: int) -> OffloadTimes:
-        """Return the mean of each of ``steps`` steps."""
+        """Return the means per step, over ``steps`` steps."""
         disk, found = self.disk, dict[str, float]()
         if self.cpu_adam_bytes:
             found |= {"cpu_adam_seconds": self.cpu_adam_seconds, "cpu_adam_bytes": self.cpu_adam_bytes}
@@ -308,12 +308,12 @@ def cpu_adam_bytes(optimizer: DeepSpeedCPUAdam) -> int:
 
 
 def _changes_device(name: str, tensor: torch.Tensor, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
-    """Whether a method of a tensor copies it to, or from, a device of another type."""
+    """Whether a tensor method copies between devices of different types."""
     if name == "copy_":
         source = arguments[0] if arguments else keywords["src"]
         return isinstance(source, torch.Tensor) and source.device.type != tensor.device.type
     if name == "to":
-        # torch's own parser: a device may come by place, by name, or with another tensor.
+        # torch's own parser: a device may be given by position, by keyword, or by another tensor.
         device, *_ = torch._C._nn._parse_to(*arguments, **keywords)
         return device is not None and device.type != tensor.device.type
     return tensor.device.type != name

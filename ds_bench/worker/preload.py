@@ -1,11 +1,11 @@
 """Loads on import everything that a rank needs, so that ranks forked from this process find it in memory.
 
-Written for the preload list of the forkserver, which can only import. Besides torch, DeepSpeed and Transformers these
-are the modules that they load on first use (some 670 inside ``deepspeed.initialize``), and on the CPU accelerator the
-compiled ops. No GPU is used: ``GPU_FILES`` and ``CUDA_INITIALIZED`` prove it to the parent.
+Written for the preload list of the forkserver, which can only import. Besides torch, DeepSpeed and Transformers it
+loads the modules that these load on first use (some 670 inside ``deepspeed.initialize``) and, on the CPU accelerator,
+the compiled ops. No GPU is used: ``GPU_FILES`` and ``CUDA_INITIALIZED`` prove it to the parent.
 
-Garbage collection is off meanwhile, and never visits afterwards what was loaded here: a collection in a rank would copy
-every page of the server's objects, 80 MB of them at stage 3.
+Garbage collection is off meanwhile, and afterwards never visits the objects loaded here: a collection in a rank would
+copy every page of the server's objects, 80 MB of them at stage 3.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ die_with_parent()
 if os.environ.get("DS_BENCH_PARENT") not in (None, str(os.getppid())):  # the parent died before this line
     os._exit(1)
 MISSING: list[str] = []
-"""Modules that cannot be imported, optional ones among them; a rank imports them again and shows the error."""
+"""Modules that could not be imported, including optional ones; a rank imports them again and shows the error."""
 for name in filter(None, (*MODULES, *os.environ.get("DS_BENCH_PRELOAD", "").split(","))):
     try:
         importlib.import_module(name)
@@ -69,10 +69,10 @@ for name in filter(None, (*MODULES, *os.environ.get("DS_BENCH_PRELOAD", "").spli
         MISSING.append(name)
 if os.environ.get("DS_ACCELERATOR") == "cpu":
     with contextlib.suppress(Exception):
-        # DeepSpeed asks as each rank connects (comm/torch.py, build_shm_op), and then compiles and links a program.
+        # DeepSpeed reads this as each rank connects (comm/torch.py, build_shm_op), which compiles and links a program.
         importlib.import_module("deepspeed.ops").__compatible_ops__  # noqa: B018
     for name in filter(None, os.environ.get("DS_BENCH_PRELOAD_OPS", "").split(",")):
-        # What fails here fails again in the rank that needs the op, which reports it.
+        # An op that fails here fails again in the rank that needs it, which reports it.
         with contextlib.suppress(Exception):
             accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
             accelerator.create_op_builder(name).load(verbose=False)
@@ -81,12 +81,12 @@ else:
     # open on import, is closed; ranks open it again themselves.
     with contextlib.suppress(Exception):
         nvml = importlib.import_module("pynvml")
-        for _ in range(256):  # counts how often it was opened; one call too many does no harm
+        for _ in range(256):  # NVML counts how often it was opened; a call too many does no harm
             nvml.nvmlShutdown()
-# pydantic builds its reader of an assignment here once instead of in every rank.
+# pydantic builds its reader for assignments once here instead of in every rank.
 json_files.adapter(Assignment)
 GPU_FILES = open_gpu_files()
-"""Device files for computing on a GPU that this process has open after preloading; ranks are forked only if none."""
+"""Device files for computing on a GPU that are open here after preloading; ranks are forked only if there are none."""
 CUDA_INITIALIZED = cuda_is_initialized()
 """Whether preloading has initialized the CUDA driver; ranks are forked only if not."""
 # Text that is still buffered would be written again by every rank that is forked.

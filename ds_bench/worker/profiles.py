@@ -1,7 +1,7 @@
 """Profiles of further steps after the measured window: ``torch``, ``memory`` and ``nsys``.
 
-Every rank takes the same steps, whether it is observed or not, so that collectives meet and all rows train alike. A
-profiler that fails leaves a caveat; where a step of training fails, the rank does.
+Every rank takes the same steps, whether it is observed or not, so that collectives match and all rows train alike. A
+profiler that fails leaves a caveat; if a training step fails, so does the rank.
 
 ``torch`` leaves a trace and a table of steps without stacks and shapes, which slow a step down, and the memory of each
 category over one more step, which needs both. ``memory`` shows who allocates. On GPUs torch's allocator records every
@@ -31,12 +31,12 @@ from ..records.schema import Profile
 from . import measured_memory, training_loop
 
 MAX_FILE_BYTES = 2**29
-"""Files of a profile that are larger are removed."""
+"""Profile files larger than this are removed."""
 _MAX_LINE_LENGTH = 200
 MAX_ROWS = 10
 """Rows of a table that the record and the report hold; the file has more."""
 _MAX_EVENTS = 100_000
-"""Allocations that torch's allocator keeps, the last ones; each takes some KB."""
+"""Number of allocations that torch's allocator keeps, the latest ones; each takes a few KB."""
 _ROWS_IN_FILE = 100
 _STEP = "optimizer step"
 """Marks each step in the trace. Its own time is that outside operators."""
@@ -60,14 +60,14 @@ class ProfiledSteps:
     """The steps of one profiler on one rank, and the files that it writes."""
 
     def __init__(self, name: str, trainer: training_loop.Trainer, trial: Trial, folder: Path, total_steps: int) -> None:
-        """``folder``: of the trial. ``total_steps``: steps that every rank takes."""
+        """``folder``: the trial's. ``total_steps``: steps that every rank takes."""
         self.trainer = trainer
         self.trial = trial
         self.observed_steps = trial.inspection.profile_steps
         """Steps to observe."""
         self.rank = torch.distributed.get_rank()
         self.left = total_steps
-        """Steps that are still to be taken, further ones of the profiler included."""
+        """Steps that are still to be taken, the profiler's further ones included."""
         self.is_training = False
         """Whether a step is being taken: an exception then comes from training, not from the profiler."""
         self.files: list[Path] = []
@@ -81,7 +81,7 @@ class ProfiledSteps:
     def step(self) -> None:
         """Take one optimizer step. Raises whatever training raises."""
         self.left -= 1
-        # No finally: where the step raises, this stays True and says where the exception came from.
+        # No finally: if the step raises, this stays True and says where the exception came from.
         self.is_training = True
         self.trainer.step()
         self.is_training = False
@@ -100,9 +100,9 @@ class ProfiledSteps:
 def take_profiles(
     trainer: training_loop.Trainer, trial: Trial, folder: Path, notes: Sequence[str | Caveat]
 ) -> dict[str, Any]:
-    """Run the profilers that the trial asks for, one after the other.
+    """Run the profilers that the trial requests, one after another.
 
-    Return the fields ``profiles`` and ``notes`` of a RankMeasurement. ``folder``: of the trial.
+    Return the fields ``profiles`` and ``notes`` of a RankMeasurement. ``folder``: the trial's.
     """
     profiles, all_notes = [], list(notes)
     for name in trial.inspection.profiles:
@@ -121,7 +121,7 @@ def take_profiles(
                 steps.files.clear()
                 reason = " ".join(str(error).split())[:_MAX_LINE_LENGTH]
                 all_notes.append(f"the profile {name} failed on rank {steps.rank}: {type(error).__name__}: {reason}")
-        # Steps that no profiler took on this rank: the other ranks wait for it in their collectives.
+        # Steps that no profiler took on this rank: the other ranks wait for this one in their collectives.
         while steps.left > 0:
             steps.step()
         steps.synchronize()
@@ -133,7 +133,7 @@ def take_profiles(
             path.unlink()
             if size:
                 limit = f"{MAX_FILE_BYTES / 2**20:.0f} MB; use fewer --profile-steps"
-                all_notes.append(f"a file of the profile {name} was removed: {path.name} had more than {limit}")
+                all_notes.append(f"a file of the profile {name} was removed: {path.name} was larger than {limit}")
         if files or lines:
             kept = tuple(line[:_MAX_LINE_LENGTH] for line in lines)
             profiles.append(asdict(Profile(name=name, files=tuple(files), lines=kept)))
@@ -148,7 +148,7 @@ def observe_time(steps: ProfiledSteps) -> Sequence[str]:
             with torch.profiler.record_function(_STEP):
                 steps.step()
         steps.synchronize()
-    # A sign of life before the trace is written, which may take long.
+    # A sign of life before the trace is written, which may take a long time.
     steps.trainer.heartbeat.beat("inspect")
     profiler.export_chrome_trace(str(steps.file("trace.json.gz")))
     device = "device" if steps.on_cuda else "cpu"
@@ -165,7 +165,7 @@ def observe_time(steps: ProfiledSteps) -> Sequence[str]:
 
 
 def profile_memory(activities: Any = None) -> torch.profiler.profile:
-    """A profiler that sees every allocation, and who makes it."""
+    """A profiler that sees every allocation, and the code that makes it."""
     return torch.profiler.profile(
         activities=activities or [ProfilerActivity.CPU], record_shapes=True, profile_memory=True, with_stack=True
     )
@@ -174,18 +174,18 @@ def profile_memory(activities: Any = None) -> torch.profiler.profile:
 def export_timeline(profiler: torch.profiler.profile, steps: ProfiledSteps) -> str:
     """Write the bytes of each category over time, as torch exports them. Return a line about the peak.
 
-    torch refuses where operators write to one tensor twice, as at stage 3: then the bytes have no categories.
+    torch refuses if operators write to one tensor twice, as at stage 3; the bytes then have no categories.
     """
     path = steps.file("memory_timeline.json.gz")
     device = steps.trainer.first_device
     try:
-        with warnings.catch_warnings():  # deprecated, and for the CPU without a successor
+        with warnings.catch_warnings():  # deprecated, but without a successor for the CPU
             warnings.simplefilter("ignore", FutureWarning)
             profiler.export_memory_timeline(str(path), str(device))
         with gzip.open(path, "rt", encoding="utf-8") as file:
             _, sizes = json.load(file)
     except AssertionError:
-        # Microseconds, and bytes allocated less freed since the profiler began.
+        # Microseconds, and bytes allocated minus bytes freed since the profiler began.
         found: Any = profiler.profiler
         events = [event for event in found.kineto_results.events() if event.name() == "[memory]"]
         events = [event for event in events if event.device_type().name == device.type.upper()]
@@ -195,7 +195,7 @@ def export_timeline(profiler: torch.profiler.profile, steps: ProfiledSteps) -> s
         with gzip.open(path, "wt", encoding="utf-8") as file:
             # In the form of torch's own file, with a single category.
             json.dump([times, [[0, size] for size in totals]], file)
-        return f"peak of tensors above what there was before: {max(totals, default=0) / 2**20:,.1f} MB"
+        return f"peak of tensors above the initial level: {max(totals, default=0) / 2**20:,.1f} MB"
     highest: list[int] = max(sizes, key=sum, default=[])
     # The first number of each row is 0: categories begin with the second (_coalesce_timeline).
     by_category = sorted(zip(_CATEGORIES, highest[1:], strict=False), key=lambda pair: -pair[1])
@@ -204,14 +204,14 @@ def export_timeline(profiler: torch.profiler.profile, steps: ProfiledSteps) -> s
 
 
 def lines_by_time(averages: Sequence[Any], device: str, step_count: int) -> tuple[str, ...]:
-    """The operators that take most time of their own: milliseconds per step, share, calls per step, name."""
+    """The operators with the most time of their own: milliseconds per step, share, calls per step, name."""
     on_device = device == "device"
 
     def milliseconds(event: Any) -> float:
         return float(event.self_device_time_total if on_device else event.self_cpu_time_total) / 1000
 
-    # A kernel is in the list by itself, and in the time of the operator that launched it; a mark is there with the time
-    # of all kernels within it (torch/autograd/profiler_util.py, _build_table).
+    # A kernel is in the list on its own, and in the time of the operator that launched it; a mark is there with the
+    # time of all kernels within it (torch/autograd/profiler_util.py, _build_table).
     operators = [event for event in averages if event.device_type == DeviceType.CPU]
     kernels = [event for event in averages if event.device_type != DeviceType.CPU and not event.is_user_annotation]
     rows = [
@@ -220,7 +220,7 @@ def lines_by_time(averages: Sequence[Any], device: str, step_count: int) -> tupl
         if milliseconds(event) or not on_device
     ]
     total = sum(own for own, _, _ in rows)
-    # The two sums differ by rounding where an operator launched every kernel.
+    # The two sums differ only by rounding if operators launched every kernel.
     if on_device and (further := sum(map(milliseconds, kernels)) - total) > 1e-6 * total:
         rows.append((further, f"{'':10}", _NO_OPERATOR))
         total += further
@@ -244,7 +244,7 @@ def observe_memory(steps: ProfiledSteps) -> Sequence[str]:
             steps.step()
     steps.trainer.heartbeat.beat("inspect")
     resident = measured_memory.peak_resident_bytes()
-    # Stacks make events of Python's functions, which the timeline needs and a table of operators does not.
+    # Stacks add events for Python functions, which the timeline needs and a table of operators does not.
     operators = [event for event in profiler.key_averages() if ".py(" not in event.key]
     event_list: Any = EventList  # torch does not type it
     table = event_list(operators, profile_memory=True).table(
@@ -253,7 +253,7 @@ def observe_memory(steps: ProfiledSteps) -> Sequence[str]:
     steps.file("txt").write_text(table, encoding="utf-8")
     lines = [export_timeline(profiler, steps)]
     if resident is not None:
-        lines.append(f"peak of the process, with what the profiler itself keeps: {resident / 2**20:,.1f} MB resident")
+        lines.append(f"peak of the process, including the profiler's own memory: {resident / 2**20:,.1f} MB resident")
     lines.append("MB/step  calls/step  operator")
     for event in sorted(operators, key=lambda event: event.self_cpu_memory_usage, reverse=True)[:MAX_ROWS]:
         if event.self_cpu_memory_usage > 0:  # allocated and not freed by the operator itself
@@ -282,7 +282,7 @@ def _observe_gpu(steps: ProfiledSteps) -> Sequence[str]:
 
 
 def observe_nsys(steps: ProfiledSteps) -> Sequence[str]:
-    """Take the steps, and open and close a window of them by CUDA's profiler API, for a run under Nsight Systems.
+    """Take the steps, and open and close a window of them through CUDA's profiler API, for a run under Nsight Systems.
 
     ``nsys profile --capture-range=cudaProfilerApi`` records what is in the window. Without nsys the calls do nothing.
     """
@@ -301,7 +301,7 @@ def observe_nsys(steps: ProfiledSteps) -> Sequence[str]:
         if number == window.stop - 1:
             steps.synchronize()
             api.stop()
-    return (f"the window for nsys held steps {window.start} to {window.stop - 1}",)
+    return (f"the nsys window held steps {window.start} to {window.stop - 1}",)
 
 
 Observe = Callable[[ProfiledSteps], Sequence[str]]

@@ -51,11 +51,11 @@ def run(folder: Path, *, rank: int, local_rank: int, world_size: int) -> int:
         os.environ.update(rank_environment(assignment, rank, local_rank, world_size))
         if (threads := os.environ.get("OMP_NUM_THREADS")) is not None and threads != threads_of_server:
             set_threads(threads)
-        # DeepSpeed's launcher sets LOCAL_SIZE; if neither is set, all ranks count as this node's.
+        # DeepSpeed's launcher sets LOCAL_SIZE; if neither variable is set, all ranks count as this node's.
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", world_size)))
         if (binding := assignment.trial.workload.cpu_binding) != "none":
             # As DeepSpeed's launcher does with --bind_cores_to_rank through numactl (utils/numa.py). Threads that this
-            # rank starts inherit it.
+            # rank starts inherit the binding.
             cpus = choose_cpus(
                 binding, sorted(os.sched_getaffinity(0)), host_resources.numa_cpus(), local_rank, local_size
             )
@@ -130,8 +130,8 @@ def rank_environment(assignment: Assignment, rank: int, local_rank: int, world_s
             "WORLD_SIZE": str(world_size),
             "LOCAL_WORLD_SIZE": str(world_size),
             "LOCAL_SIZE": str(world_size),
-            # No port is opened: DeepSpeed names its shared memory by both (ops/csrc/cpu/comm/shm_interface.cpp). The
-            # file's name holds the owner (launch/scratch.py).
+            # No port is opened: DeepSpeed names its shared memory after both (ops/csrc/cpu/comm/shm_interface.cpp).
+            # The file's name holds the owner (launch/scratch.py).
             "MASTER_ADDR": Path(assignment.rendezvous).name,
             "MASTER_PORT": assignment.scratch_id,
         }
@@ -157,7 +157,7 @@ def choose_cpus(
         local_size_on_node = -(-local_size // len(numa_nodes))
         allowed = sorted(set(allowed) & set(numa_nodes[local_rank // local_size_on_node]))
         local_rank, local_size = local_rank % local_size_on_node, local_size_on_node
-    # Leftover processors stay unused, so that all ranks have equally many.
+    # Leftover processors stay unused, so that all ranks have the same number.
     each = len(allowed) // local_size
     if each == 0:
         raise ValueError(f"{local_size} ranks cannot be bound to {len(allowed)} processors: each needs at least one")

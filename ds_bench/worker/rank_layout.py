@@ -44,7 +44,7 @@ class RankLayout:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RankLayout:
-        """The layout that a DeepSpeed configuration asks for, in the process group that exists."""
+        """The layout that a DeepSpeed configuration requests, in the existing process group."""
         return cls(
             rank=torch.distributed.get_rank(),
             world_size=torch.distributed.get_world_size(),
@@ -138,7 +138,7 @@ _served: list[TCPStore] = []
 def connect_ranks(assignment: Assignment, accelerator: str) -> None:
     """Make the process group of all ranks. Raises whatever torch or DeepSpeed raises."""
     limit = timedelta(seconds=assignment.collective_timeout_seconds or 3600.0)
-    # DeepSpeed passes no timeout to new_group (comm/torch.py), and its data-parallel group is one (utils/groups.py):
+    # DeepSpeed passes no timeout to new_group (comm/torch.py), which makes its data-parallel group (utils/groups.py):
     # torch would end every rank after its own default, 10 minutes with NCCL.
     groups: Any = torch.distributed.distributed_c10d  # which exports neither name
     groups.default_pg_timeout = groups.default_pg_nccl_timeout = limit
@@ -149,13 +149,13 @@ def connect_ranks(assignment: Assignment, accelerator: str) -> None:
     elif os.environ.get("RANK") == "0" and (store := serve_store(os.environ)) is not None:
         _served.append(store)
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # so that torch connects to it (distributed/rendezvous.py)
-    # None: DeepSpeed takes the accelerator's own backend.
+    # None: DeepSpeed uses the accelerator's own backend.
     backend = "nccl" if accelerator == "cuda" else None
     deepspeed.init_distributed(dist_backend=backend, timeout=limit, **through_file)
 
 
 def serve_store(environ: Mapping[str, str]) -> TCPStore | None:
-    """Serve the store through which the ranks of several hosts meet, only at MASTER_ADDR and MASTER_PORT.
+    """Serve the store through which ranks on several hosts meet, only on MASTER_ADDR and MASTER_PORT.
 
     By default torch listens on every interface, and anyone who connects can write to the store. Return None if
     MASTER_ADDR is a host name, which may resolve differently here than elsewhere, or is not an address of this host.
@@ -176,5 +176,5 @@ def serve_store(environ: Mapping[str, str]) -> TCPStore | None:
                 return None
             raise
         listening.listen(2048)
-        # Detached: leaving the context would close the descriptor, which is the store's from here on.
+        # Detached: leaving the context would close the descriptor, which belongs to the store from here on.
         return TCPStore(str(address), port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())

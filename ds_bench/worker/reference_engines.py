@@ -1,12 +1,12 @@
 """torch's own data-parallel engines, the references for DeepSpeed's rows: DistributedDataParallel and FSDP2.
 
 A reference engine trains the same weights on the same batches in the same loop, and is measured by the same code: it
-has the methods and attributes of a DeepSpeed engine that ``training_loop`` and ``measure`` use, and says itself which
-tensors it holds (``tensors_by_category``) and where its fp32 weights lie (``weight_fragments``).
+has the methods and attributes of a DeepSpeed engine that ``training_loop`` and ``measure`` use, and itself reports
+which tensors it holds (``tensors_by_category``) and where its fp32 weights are (``weight_fragments``).
 
 Number formats. In bf16 DeepSpeed trains bf16 parameters, reduces their gradients in bf16, and updates an fp32 copy.
 FSDP2 does the same arithmetic: it keeps fp32 parts of the parameters, gathers them and reduces gradients in bf16. DDP
-runs as most people run it, fp32 weights under ``torch.autocast``: products are computed in bf16, while norms, the
+runs as most people run it, with fp32 weights under ``torch.autocast``: products are computed in bf16, while norms, the
 residual stream and gradients stay in fp32.
 """
 
@@ -34,13 +34,13 @@ class ReferenceEngine:
     """
 
     stage: int
-    """The ZeRO stage that shards the same."""
+    """The ZeRO stage that shards the same tensors."""
     updates = True
     """Whether it has an optimizer."""
     skipped_steps = 0
     is_compiled = False
     engine_params: Mapping[str, Any]
-    """Arguments of torch's engine that are not its defaults, or that decide memory."""
+    """Arguments of torch's engine that differ from its defaults or determine its memory."""
 
     def __init__(self, model: torch.nn.Module, config: Mapping[str, Any], device: torch.device) -> None:
         self.module = model
@@ -129,7 +129,7 @@ class ReferenceEngine:
         return str(path), None
 
     def _state(self) -> dict[str, Any]:
-        """Weights and optimizer states by name; of a split tensor this rank's part."""
+        """Weights and optimizer states by name; for a split tensor, this rank's part."""
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
         weights, states = get_state_dict(self.module, self.optimizer)
@@ -254,7 +254,7 @@ class Fsdp2Engine(ReferenceEngine):
             report_progress()
             _materialize(group, names, dtype, device, seed)
             fully_shard(group, mesh=mesh, mp_policy=policy)
-        # Last: the optimizer takes the split parameters, which fully_shard puts in the place of the whole ones.
+        # Last: the optimizer gets the split parameters, which fully_shard puts in place of the whole ones.
         super().__init__(model, config, device)
         self.engine_params = {
             "param_dtype": str(dtype),
@@ -278,7 +278,7 @@ class Fsdp2Engine(ReferenceEngine):
         yield from self._gathered()
 
     def _gathered(self) -> Iterator[torch.Tensor]:
-        """The whole tensors that passes compute with; FSDP2 frees their memory between the uses."""
+        """The whole tensors that passes compute with; FSDP2 frees their memory between uses."""
         for group in (*self._blocks, self.module):
             state: Any = group
             for parameter in state._get_fsdp_state()._fsdp_param_group.fsdp_params:
@@ -327,7 +327,7 @@ def _create_optimizer(
     """
     params = dict(block.get("params", {}))
     params.pop("torch_adam", None)
-    decoupled = params.pop("adam_w_mode", True)  # DeepSpeed makes AdamW of Adam unless this is off
+    decoupled = params.pop("adam_w_mode", True)  # DeepSpeed turns Adam into AdamW unless this is off
     name = str(block.get("type", "")).lower()
     create: Any = _OPTIMIZERS["adamw" if name == "adam" and decoupled else name]
     implementation = {"fused": True} if device.type == "cuda" and name != "sgd" else {"foreach": True}

@@ -1,9 +1,10 @@
-"""Replaces the loss or the MLPs of a causal language model by code with the same result that takes less memory.
+"""Replaces the loss or the MLPs of a causal language model with code that has the same result in less memory.
 
 A Transformers model converts its logits to fp32, keeps their log-softmax for the backward pass, and there makes two
-more tensors of that size: 12 bytes for each token and each word of the vocabulary, at long sequences more than all
-else. All ways give the same loss but for rounding. A tiled MLP is computed for one part of the tokens after another,
-and again in the backward pass, so that only its input is kept (DeepSpeed's TiledMLP, runtime/sequence_parallel).
+more tensors of that size: 12 bytes for each token and each word of the vocabulary, more than everything else
+for long sequences. All variants give the same loss except for rounding. A tiled MLP is computed for one part of the
+tokens after another, and again in the backward pass, so that only its input is kept (DeepSpeed's TiledMLP,
+runtime/sequence_parallel).
 """
 
 from __future__ import annotations
@@ -20,22 +21,22 @@ from ..config.spec import LossName
 _IGNORED = -100
 """Target of a position without a next token."""
 MIN_TILES = 8
-"""Parts of a micro-batch whose logits are computed one after another."""
+"""Minimum number of parts of a micro-batch whose logits are computed one after another."""
 MAX_TILE_TOKENS = 2048
-"""Most tokens in such a part; a larger micro-batch has more parts."""
+"""Maximum number of tokens in such a part; a larger micro-batch has more parts."""
 _OTHER_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_router_logits")
 """Settings of models whose loss is computed from something other than what the output layer returns."""
 
 MIN_MLP_TILES = 4
-"""Fewest parts of a sequence in a tiled MLP; one longer than four times the hidden size has more, as in DeepSpeed's
-example."""
+"""Minimum number of parts of a sequence in a tiled MLP; a sequence longer than four times the hidden size has more, as
+in DeepSpeed's example."""
 
 ComputeLoss = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(output layer, hidden states of tokens, token that follows each) → mean loss of the tokens that another follows."""
+"""(output layer, hidden states of tokens, token that follows each) → mean loss over the tokens that have a next one."""
 
 
 def install_loss(model: Any, name: LossName) -> None:
-    """Make a causal language model of Transformers compute its loss in another way; ``model`` changes nothing.
+    """Make a causal language model of Transformers compute its loss in a different way; ``model`` changes nothing.
 
     Raises TypeError or ValueError for a model whose loss would change.
     """
@@ -51,7 +52,7 @@ def install_loss(model: Any, name: LossName) -> None:
 
         _replace_head(model, tiled_loss)
     elif name == "liger":
-        # Makes logits and gradients of one part of the tokens at a time.
+        # Computes logits and gradients for one part of the tokens at a time.
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # type: ignore[import-not-found]
 
         compute = LigerFusedLinearCrossEntropyLoss(ignore_index=_IGNORED)
@@ -59,7 +60,7 @@ def install_loss(model: Any, name: LossName) -> None:
 
 
 def _replace_head(model: Any, compute_loss: ComputeLoss) -> None:
-    """Make the output layer return the loss in place of logits, and the model return what the output layer does.
+    """Make the output layer return the loss in place of logits, and the model return it too.
 
     The loss is computed inside the call of the output layer, because at stage 3 its weight is whole only there.
     """
@@ -77,8 +78,8 @@ def _replace_head(model: Any, compute_loss: ComputeLoss) -> None:
         input_ids: torch.Tensor, labels: torch.Tensor, shift_labels: torch.Tensor | None = None, **inputs: Any
     ) -> torch.Tensor:
         hidden = model.base_model(input_ids=input_ids, **inputs)[0]
-        # The last token has no next one. Ranks that share a sequence give shift_labels: what follows their part is on
-        # another rank.
+        # The last token has no next one. Ranks that share a sequence pass shift_labels: the token after their part is
+        # on another rank.
         targets = functional.pad(labels[:, 1:], (0, 1), value=_IGNORED) if shift_labels is None else shift_labels
         loss: torch.Tensor = head(hidden, targets)
         return loss
@@ -92,21 +93,21 @@ def count_tiles(tokens: int) -> int:
 
 
 class _TiledLoss(torch.autograd.Function):
-    """DeepSpeed's TiledFusedLogitsLoss (runtime/sequence_parallel/ulysses_sp.py), of a linear output layer.
+    """DeepSpeed's TiledFusedLogitsLoss (runtime/sequence_parallel/ulysses_sp.py), for a linear output layer.
 
     It computes gradients in the forward pass, before the loss scale and the accumulation steps are known, and when
-    ZeRO must not yet take the gradient of a weight that is also the embedding. So they are kept here, as Liger keeps
-    them, and scaled and handed on in the backward pass.
+    ZeRO must not yet take the gradient of a weight that is also the embedding. They are therefore kept here, as in
+    Liger, and scaled and passed on in the backward pass.
     """
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: Any, targets: torch.Tensor) -> Any:
         from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
 
-        # Of the whole micro-batch: parts with unequally many ignored targets must not weigh the same in the mean.
+        # Of the whole micro-batch: parts with different numbers of ignored targets must not weigh the same in the mean.
         count = (targets != _IGNORED).sum()
         trained = any(ctx.needs_input_grad)
-        # Detached: gradients end at these tensors, and call no hook of ZeRO before the backward pass of the model.
+        # Detached: gradients end at these tensors, and call no ZeRO hook before the model's backward pass.
         inputs: list[Any] = [
             each if each is None else each.detach().requires_grad_(trained) for each in (hidden, weight, bias)
         ]
@@ -116,7 +117,7 @@ class _TiledLoss(torch.autograd.Function):
             return functional.cross_entropy(logits, targets, ignore_index=_IGNORED, reduction="sum") / count
 
         tiles = count_tiles(len(targets))
-        # Hooks that count or move tensors saved for the model's backward pass must not see those saved in here.
+        # Hooks that count or move tensors saved for the model's backward pass must not see those saved here.
         own_hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
         with torch.set_grad_enabled(trained), own_hooks:
             loss = TiledFusedLogitsLoss.apply(
@@ -146,9 +147,9 @@ def install_tiled_mlp(model: torch.nn.Module) -> None:
         return type(block).forward(block, tile.contiguous())  # GPT-2 views it as a matrix
 
     def tiled_forward(block: Any, hidden: torch.Tensor) -> torch.Tensor:
-        # Equal in all ranks, whose sequences have one length: else ranks of stage 3 would deadlock.
+        # The same on all ranks, whose sequences are equally long; otherwise ranks would deadlock at stage 3.
         tiles = count_mlp_tiles(hidden.shape[-2], hidden.shape[-1])
-        # The parameters: DeepSpeed takes their gradients only with the last part (ds_grad_is_ready).
+        # With the parameters, whose gradients DeepSpeed takes only with the last part (ds_grad_is_ready).
         output: torch.Tensor = TiledMLP.apply(forward_of_tile, block, hidden, tiles, list(block.parameters()))
         return output
 

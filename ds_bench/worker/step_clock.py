@@ -21,13 +21,13 @@ import torch
 from ..records.monitor_files import StepFileWriter, StepSample
 
 _MAX_PENDING = 64
-"""Most steps whose losses wait to be read; if the host runs further ahead of its GPU, losses are left out."""
+"""Maximum number of steps whose losses wait to be read; if the host runs further ahead, losses are left out."""
 
 
 class StepClock:
     """Marks between steps: device events on CUDA, so that timing adds no synchronization; else the clock.
 
-    Without ``synchronized`` it is the clock on CUDA too, which is wrong there (``Workload.synchronized``).
+    Without ``synchronized`` the clock is used on CUDA too, which is wrong there (``Workload.synchronized``).
     """
 
     def __init__(self, accelerator: str, *, synchronized: bool = True) -> None:
@@ -74,7 +74,7 @@ class _PendingStep:
 
 
 class StepRecorder:
-    """Reports the steps of one rank. Making one raises OSError if the disk has no room for its file."""
+    """Reports the steps of one rank. Creating one raises OSError if the disk has no room for its file."""
 
     def __init__(self, folder: Path, rank: int, accelerator: str, grad_accum: int, tokens_per_step: int) -> None:
         self._file = StepFileWriter(folder, rank, tokens_per_step)
@@ -96,7 +96,7 @@ class StepRecorder:
             self._losses = [loss.item() for loss in losses]
             return
         self._losses = places = self._slots[self._next_slot]
-        # There are as many slots as steps may wait, so a slot is reused only after its step was reported.
+        # There are as many slots as steps that may wait, so a slot is reused only after its step has been reported.
         self._next_slot = (self._next_slot + 1) % _MAX_PENDING
         for place, loss in zip(places, losses, strict=True):
             place.copy_(loss.reshape(()), non_blocking=True)

@@ -1,19 +1,19 @@
 """Traces the tensors that a model's passes allocate and free: ``python -m ds_bench.worker.trace_allocations``.
 
 Reads one JSON request per line, like ``measure_activations``. A request also has ``checkpointing``, and may have
-``lora``, ``freeze``, ``efficient_linear`` (DeepSpeed's linear layers of stage 3), ``autocast`` and ``loss``. Prints
-each answer when it is ready, on one line with the ``number`` of its request: the events of a model of three layers in
-one number format, with sizes as polynomials in micro-batch and sequence, and in ``t``, the tokens of all tiles of a
-tiled loss. ``prediction.allocation_trace`` reads them and repeats the middle layer. The model runs on fake tensors; its
-passes are traced at six sizes, which must make the same events.
+``lora``, ``freeze``, ``efficient_linear`` (DeepSpeed's linear layers for stage 3), ``autocast`` and ``loss``. Prints
+each answer when it is ready, on one line with the ``number`` of its request: the events of a three-layer model in each
+number format, with sizes as polynomials in micro-batch and sequence, and in ``t``, the tokens of all tiles of a tiled
+loss. ``prediction.allocation_trace`` reads them and repeats the middle layer. The model runs on fake tensors; its
+passes are traced at six sizes, which must produce the same events.
 
 Events are lists of whole numbers, segment by segment (``SEGMENTS``):
 
 ======================= ===============================================================
 ``[ALLOCATE, size]``    a storage; ``size``: index in the answer's ``sizes``. Storages are numbered in this order
-``[FREE, storage]``     the end of a storage
+``[FREE, storage]``     a storage is freed
 ``[GRADIENT, p, s]``    the gradient of parameter ``p`` is complete in storage ``s``, and is then dropped
-``[ENTER, *p]``         a module begins that owns these parameters, or none; ``[LEAVE, *p]``: one with parameters ends;
+``[ENTER, *p]``         a module with these parameters, or none, begins; ``[LEAVE, *p]``: one with parameters ends;
                         ``~p``: a parameter of another module, which this one reads
 ``[BACKWARD]``          ``backward`` is called
 ======================= ===============================================================
@@ -48,7 +48,8 @@ SEGMENTS = ("P", "F0", "F1", "F2", "H", "B2", "B1", "B0", "T")
 """Before the layers, forward through each layer, the head and the loss, backward through the layers, and the rest."""
 LAYERS = 3
 _DQ_ROWS = 128
-"""FlashAttention pads the sequence to it in its backward pass (csrc/flash_attn/flash_api.cpp, ``seqlen_q_rounded``)."""
+"""FlashAttention's backward pass pads the sequence to a multiple of it (csrc/flash_attn/flash_api.cpp,
+``seqlen_q_rounded``)."""
 _IN_FP32_UNDER_AUTOCAST: tuple[tuple[Any, str], ...] = (
     *((torch, name) for name in ("pow", "softmax")),
     *((torch.Tensor, name) for name in ("pow", "__pow__")),
@@ -66,7 +67,7 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.segments: list[tuple[str, list[Event]]] = [("P", [])]
         self.sizes: list[int] = []
         self.of_tiles: list[bool] = []
-        """Whether each storage is of one tile of a tiled loss."""
+        """Whether each storage belongs to one tile of a tiled loss."""
         self._tile_tokens = tile_tokens
         self._known: dict[int, int] = {}
         self._parameters = {storage for storage, _ in measure_activations.storages(parameters)}
@@ -94,7 +95,7 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = function(*args, **(kwargs or {}))
         temporaries = []
         if "flash_attention_for_cpu_backward" in function._schema.name:
-            # What CUDA's kernel has besides: the query's gradient in fp32, and the softmax's.
+            # CUDA's kernel also allocates the query's gradient in fp32, and the softmax's.
             batch, heads, length, width = args[1].shape
             rows = 4 * batch * heads * -(-length // _DQ_ROWS) * _DQ_ROWS
             temporaries = [self.allocate(rows * width), self.allocate(rows)]
@@ -115,7 +116,7 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def trace(request: Mapping[str, Any], precision: str) -> dict[str, Any]:
     """Return ``segments``, ``sizes`` and ``tensors``: the elements of the parameters before, in and after the layers.
 
-    Raises ValueError if the events depend on the size, or the layers do not lie together, and what the model raises.
+    Raises ValueError if the events depend on the input size or the layers are not contiguous, and the model's errors.
     """
     autocast = bool(request.get("autocast"))
     dtype = torch.float32 if autocast else measure_activations.FORMATS[precision]
@@ -139,7 +140,7 @@ def trace(request: Mapping[str, Any], precision: str) -> dict[str, Any]:
         runs = [_run(model, tracer, numbers, *size, **how) for size in sizes]
     segments = runs[0][0]
     if any(each != segments for each, _ in runs) or tuple(name for name, _ in segments) != SEGMENTS:
-        raise ValueError("the allocations of this model depend on its sizes")
+        raise ValueError("the allocations of this model depend on the input size")
     table: dict[str, int] = {}
     polynomials, of_tiles = [], tracer[0].of_tiles
     for values, is_of_tile in zip(zip(*(bytes_ for _, bytes_ in runs), strict=True), of_tiles, strict=True):
@@ -158,7 +159,7 @@ def trace(request: Mapping[str, Any], precision: str) -> dict[str, Any]:
 def _install(
     model: torch.nn.Module, blocks: list[torch.nn.Module]
 ) -> tuple[list[_Tracer], dict[torch.nn.Parameter, int]]:
-    """Hooks that report to the tracer in the returned list, and the number of each parameter."""
+    """Install hooks that report to the tracer in the returned list. Also return the number of each parameter."""
     current: list[_Tracer] = []
     numbers = {parameter: number for number, parameter in enumerate(model.parameters())}
     trained = [parameter for parameter in numbers if parameter.requires_grad]
@@ -173,8 +174,10 @@ def _install(
         parameter.register_post_accumulate_grad_hook(gradient)  # type: ignore[no-untyped-call]
 
     def enter_backward(_module: torch.nn.Module, _inputs: Any, output: Any) -> None:
-        """A module whose output is a mapping, for which torch calls no hook, begins with each gradient of its tensors;
-        modules of this kind are the outermost ones, without parameters of their own."""
+        """A module whose output is a mapping, for which torch calls no hook, begins with each gradient of its tensors.
+
+        Such modules are the outermost ones, without parameters of their own.
+        """
         for tensor in output.values() if isinstance(output, Mapping) else ():
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(lambda _: current[0].note(ENTER))  # type: ignore[no-untyped-call]
@@ -202,7 +205,7 @@ def _install(
     blocks[last].register_forward_hook(lambda *_: begin("H", backward=False))
 
     def end_first() -> None:
-        # At once if nothing before the layers is trained, so that the layer's input needs no gradient.
+        # Called right away if nothing before the layers is trained, because the layer's input then needs no gradient.
         if current[0].segments[-1] != ("B0", []):
             begin("T", backward=True)
 
@@ -235,7 +238,7 @@ def _run(
         with warnings.catch_warnings():  # the embedding's inputs have no gradient
             warnings.simplefilter("ignore")
             loss.backward()  # type: ignore[no-untyped-call]
-        for name in SEGMENTS[len(tracer.segments) :]:  # without gradients of the first layers, or before them
+        for name in SEGMENTS[len(tracer.segments) :]:  # missing without gradients in or before the first layers
             tracer.begin(name)
         del loss, batch
     return tracer.segments, tracer.sizes
@@ -243,8 +246,8 @@ def _run(
 
 @contextlib.contextmanager
 def _cuda_kernels() -> Iterator[None]:
-    """Dropout and attention as ``measure_activations`` takes them for CUDA; as patches, since a mode for functions is
-    not active where backward computes a layer again."""
+    """Dropout, attention and autocast as ``measure_activations`` imitates them for CUDA, but as patches: a function
+    mode is not active while backward recomputes a layer."""
     attention = torch.nn.functional.scaled_dot_product_attention
 
     def dropout(tensor: torch.Tensor, p: float = 0.5, training: bool = True, *_: Any, **__: Any) -> torch.Tensor:

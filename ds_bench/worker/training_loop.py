@@ -25,15 +25,15 @@ from .step_clock import StepClock, StepRecorder
 
 Batch = dict[str, torch.Tensor]
 _MAX_EXTRA_WARMUP = 64
-"""Most extra warm-up steps to let fp16's loss scale settle."""
+"""Maximum number of extra warm-up steps to let fp16's loss scale settle."""
 _MAX_COMPILING_STEPS = 16
-"""Most extra warm-up steps to let a compiled model settle."""
+"""Maximum number of extra warm-up steps to let a compiled model settle."""
 DEEPCOMPILE_WARMUP = 8
-"""Warm-up steps that DeepCompile needs at least: it compiles again at step 5 (compile/init_z3.py, WARMUP)."""
+"""Minimum number of warm-up steps for DeepCompile: it compiles again at step 5 (compile/init_z3.py, WARMUP)."""
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """The loss in a model's output: ``.loss``, the first of a tuple, or the tensor itself."""
+    """The loss in a model's output: ``.loss``, the first item of a tuple, or the tensor itself."""
     loss = getattr(output, "loss", None)
     if loss is None:
         loss = output[0] if isinstance(output, (tuple, list)) else output
@@ -86,7 +86,7 @@ class Trainer:
         """Run the forward pass and return the loss.
 
         If each rank has a part of every sequence, the mean over ranks is the loss of the whole sequences. The gradients
-        are those of the rank's share in that loss: DeepSpeed adds up the gradients of a sequence's ranks.
+        are those of the rank's share of that loss: DeepSpeed adds up the gradients of a sequence's ranks.
         """
         loss = loss_of(self.engine(**batch))
         if self._loss_parts == 1:
@@ -119,7 +119,7 @@ class Trainer:
 
     @property
     def skipped(self) -> int:
-        """Steps the optimizer has skipped so far, for overflow or NaN gradients."""
+        """Steps the optimizer has skipped so far, because of overflow or NaN gradients."""
         return int(getattr(self.engine, "skipped_steps", 0))
 
     @property
@@ -216,7 +216,7 @@ def compiled_graphs() -> int:
 
 
 def measure_window(trainer: Trainer, steps: int, barrier: Callable[[], None]) -> dict[str, Any]:
-    """Take the measured steps. Return their fields of a RankMeasurement; losses and norms are of all steps so far.
+    """Take the measured steps. Return their fields of a RankMeasurement; losses and norms cover all steps so far.
 
     The window is synchronized only before its first and after its last step. ``barrier`` makes all ranks start
     together.
@@ -295,7 +295,7 @@ def measure_communication(trainer: Trainer) -> dict[str, Any]:
     if trainer.engine.zero_optimization_stage() == 3:  # a pass without backward has left gathered parameters behind
         trainer.step()
     trainer.heartbeat.beat("inspect")
-    torch.distributed.barrier()  # else the first operation waits for a rank that still writes a profile
+    torch.distributed.barrier()  # else the first operation would wait for a rank still writing a profile
     wait = functools.partial(synchronize, trainer.accelerator)
     offload = OffloadTimer(trainer.engine, wait if trainer.accelerator == "cuda" else None)
     with offload, CommunicationTimer(wait) as communication:

@@ -35,14 +35,14 @@ DIMENSIONS = 256
 MAX_SECONDS = 60.0
 """Limit for one pass over a rank's weights. One core reads about 300 million per second: 23 s for 7 billion on one rank
 with a CPU optimizer, 29 s for an eighth of 70 billion."""
-# Signs: 0.5 MB in float64. A multiple of DIMENSIONS, so that a wrap-around does not change a value's sum.
+# Number of signs, 0.5 MB in float64. A multiple of DIMENSIONS, so that wrapping around keeps each value in its sum.
 _PERIOD = 256 * DIMENSIONS
 _SIGN_SEED = 2002
 _DIGITS = 9
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element → whole numbers of that size."""
 _PIECE_ELEMENTS = 2**22
-"""Elements of a frozen tensor summed at once; in int64 each takes 8 bytes."""
+"""Elements of a frozen tensor summed at a time; in int64 each takes 8 bytes."""
 
 Fragment = tuple[str, int, torch.Tensor]
 """Name of a tensor, index of the first value in it, and the values, flat."""
@@ -64,11 +64,11 @@ class WeightChange:
         self._early_start, self.early_window = self._before, dict[str, Any]()
 
     def since_start(self) -> list[float] | None:
-        """Return the sketch of this rank's changes since the start; None, with a note, if not readable."""
+        """Return the sketch of this rank's changes since the start; None if not finite or, with a note, unreadable."""
         return self._since(self._before)
 
     def watch(self, window: range, skipped_steps: Callable[[], int]) -> list[tuple[int, Callable[[], None]]]:
-        """Return the calls, each after a number of steps, that fill ``early_window`` with an EarlyWindow's fields."""
+        """Return the calls that fill ``early_window`` with an EarlyWindow's fields, each after a number of steps."""
 
         def start() -> None:
             # The weights before the first step have been read already.
@@ -140,13 +140,13 @@ def sketch(fragments: Iterator[Fragment], heartbeat: HeartbeatWriter | None = No
     with torch.no_grad():
         for name, start, values in fragments:
             if values.device not in signs_on:
-                # Drawn on the CPU: other devices' generators give other numbers, and the ranks' sketches are added up.
+                # Drawn on the CPU: other devices' generators differ, and the ranks' sketches are added up.
                 generator = torch.Generator().manual_seed(_SIGN_SEED)
                 signs = torch.randint(0, 2, (_PERIOD,), generator=generator) * 2 - 1
                 signs_on[values.device] = signs.to(device=values.device, dtype=torch.float64)
             signs = signs_on[values.device]
             sums = torch.zeros(DIMENSIONS, dtype=torch.float64, device=values.device)
-            # Value i takes the sign at (i + hash of the tensor's name) % _PERIOD and the sum at that % DIMENSIONS.
+            # Value i uses the sign at (i + hash of its tensor's name) % _PERIOD and the sum at that % DIMENSIONS.
             position, done = (start + zlib.crc32(name.encode())) % _PERIOD, 0
             while done < values.numel():
                 taken = min(_PERIOD - position, values.numel() - done)
@@ -175,8 +175,8 @@ def early_window(config: Mapping[str, Any], warmup_steps: int) -> range:
     """
     scheduler = block_of(config, "scheduler")
     default = 1000 if str(scheduler.get("type", "")).startswith("Warmup") else 0  # runtime/lr_schedules.py
-    asked = block_of(scheduler, "params").get("warmup_num_steps")
-    rising = int(asked) if isinstance(asked, (int, float)) else default
+    configured = block_of(scheduler, "params").get("warmup_num_steps")
+    rising = int(configured) if isinstance(configured, (int, float)) else default
     start = max(0, min(rising, warmup_steps - EARLY_STEPS))
     return range(start, min(start + EARLY_STEPS, warmup_steps))
 

@@ -47,7 +47,7 @@ def test_interleaved_repeats_are_one_row_each_in_order_of_appearance() -> None:
     assert list(groups) == [row_key(records[0].trial), row_key(records[1].trial)]
 
 
-def test_runs_of_one_row_on_other_cards_or_versions_are_never_mixed_into_a_mean() -> None:
+def test_runs_of_one_row_on_different_cards_or_versions_are_never_mixed_into_a_mean() -> None:
     for changes in ({"device_name": "NVIDIA A100"}, {"torch_version": "2.11.0"}, {"deepspeed_version": "0.18.0"}):
         here, there = fakes.success(gpu()), fakes.success(gpu(repeat=1), **changes)
         failed = fakes.failure(gpu(repeat=2))  # measured nothing, so that it makes no row of its own
@@ -57,7 +57,7 @@ def test_runs_of_one_row_on_other_cards_or_versions_are_never_mixed_into_a_mean(
             assert {name: len(runs) for name, runs in groups.items()} == {key: 3, f"{key}-2": 1}, changes
 
 
-def test_a_reference_engine_is_never_one_row_with_the_stage_that_splits_alike(subtests: pytest.Subtests) -> None:
+def test_a_reference_engine_never_shares_a_row_with_the_stage_that_splits_alike(subtests: pytest.Subtests) -> None:
     """Their DeepSpeed configurations may be equal, down to the last key."""
     for engine, stage in (("ddp", 0), ("fsdp2", 3)):
         with subtests.test(engine):
@@ -72,7 +72,7 @@ TWO_NODES: dict[str, Any] = {"hosts": (("a", 1), ("b", 1))}
 COSMETIC = [each.name for each in fields(Placement) if role_of(each.name) == "cosmetic"]
 
 
-def test_a_difference_of_the_workload_or_placement_is_named_once_with_both_values() -> None:
+def test_a_difference_in_the_workload_or_placement_is_named_once_with_both_values() -> None:
     ours = gpu().workload
     for name in (each.name for each in fields(Workload) if each.name not in ("model_config", "script")):
         theirs = fakes.with_another(ours, name)
@@ -106,7 +106,7 @@ def test_what_a_row_is_there_to_show_may_differ_and_nothing_else() -> None:
     assert between(gpu(), gpu(), **shared) == ["data_parallel_size 2 vs 1"]
 
 
-def test_of_several_nodes_their_number_and_ranks_count_and_not_their_names() -> None:
+def test_the_number_and_ranks_of_nodes_count_and_their_names_do_not() -> None:
     ours = fakes.success(gpu(on=replace(CUDA, **TWO_NODES)))
     elsewhere = replace(CUDA, hosts=(("c", 1), ("d", 1)))
     for name in {*COSMETIC} - {"hosts"}:
@@ -117,7 +117,7 @@ def test_of_several_nodes_their_number_and_ranks_count_and_not_their_names() -> 
     assert incomparable_facts(fakes.success(gpu()), ours) == ["num_nodes 1 vs 2"]
 
 
-def test_of_two_models_only_the_facts_that_differ_are_named() -> None:
+def test_only_the_facts_in_which_two_models_differ_are_named() -> None:
     ours = fakes.workload(model_config={"n_layer": 2, "n_embd": 64, "rope": {"theta": 1}})
     theirs = fakes.workload(model_config={"n_layer": 4, "n_embd": 64, "rope": {"theta": 2}, "bias": False})
     assert between(gpu(of=ours), gpu(of=theirs)) == [
@@ -154,7 +154,7 @@ def test_what_the_engine_ran_counts_and_not_what_the_flags_said(subtests: pytest
             assert between(gpu(), gpu(3), **changes) == [said]
 
 
-def test_one_card_of_another_kind_among_many_is_seen_and_the_order_of_ranks_is_not() -> None:
+def test_one_card_of_a_different_kind_among_many_counts_and_the_order_of_ranks_does_not() -> None:
     entry = fakes.success(gpu())
     first, second = entry.ranks
     mixed = replace(entry, ranks=(first, replace(second, device_name="NVIDIA A100")))
@@ -164,7 +164,7 @@ def test_one_card_of_another_kind_among_many_is_seen_and_the_order_of_ranks_is_n
     assert said.endswith("vs 1 x NVIDIA A100, 1 x NVIDIA H100 80GB HBM3")
 
 
-def test_another_method_or_launch_forbids_a_ratio_even_where_nothing_else_differs() -> None:
+def test_a_different_method_or_launch_forbids_a_ratio_even_if_nothing_else_differs() -> None:
     entry = fakes.success(gpu())
     newer = replace(entry, method_version=99)
     versions = [f"method_version {entry.method_version} vs 99"]
@@ -172,7 +172,7 @@ def test_another_method_or_launch_forbids_a_ratio_even_where_nothing_else_differ
     assert incomparable_facts(entry, replace(entry, launch="deepspeed")) == ["launch warm vs deepspeed"]
 
 
-def test_a_dropout_that_was_asked_for_and_the_same_as_the_models_own_are_alike() -> None:
+def test_a_requested_dropout_equal_to_the_models_own_makes_no_difference() -> None:
     """A flat row contains the dropout that ran, not whether a flag asked for it."""
     own = fakes.success(gpu(), dropout=0.1)
     asked, without = (replace(gpu(), workload=fakes.workload(dropout=dropout)) for dropout in (0.1, 0.0))

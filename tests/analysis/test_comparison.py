@@ -107,7 +107,7 @@ def test_each_caveat_of_several_runs_is_said_once() -> None:
 
 
 def test_runs_whose_means_vary_by_more_than_5_percent_are_called_unstable(subtests: pytest.Subtests) -> None:
-    """Of two values the deviation by the mean is √2 × (a − b) / (a + b), and of 1/a and 1/b the same.
+    """For two values, the deviation over the mean is √2 × (a − b) / (a + b), and the same for 1/a and 1/b.
 
     0.1 and 0.1073 s: √2 × 0.0073 / 0.2073 = 4.980 %. 0.1 and 0.1074 s: √2 × 0.0074 / 0.2074 = 5.046 %.
     """
@@ -118,7 +118,7 @@ def test_runs_whose_means_vary_by_more_than_5_percent_are_called_unstable(subtes
 
 
 def test_one_configuration_under_two_names_is_one_row_that_says_so() -> None:
-    """ZeRO-3 of one script is "none" of the other; a change of one value makes it another row."""
+    """ZeRO-3 of one script is "none" of the other; a change to one value makes it a different row."""
     first = ran(3, 0.1)
     trial = replace(first.trial, configuration=fakes.offload("none"), repeat=1)
     other = replace(trial, ds_config={**trial.ds_config, "gradient_clipping": 0.5})
@@ -177,7 +177,7 @@ def test_the_trend_is_that_of_the_order_in_which_runs_really_ran() -> None:
 
 
 def test_on_the_cpu_accelerator_an_interval_beyond_a_factor_of_two_decides_nothing(subtests: pytest.Subtests) -> None:
-    """As a busy machine gave it: 521, 1326 and 217 ms against 24, 19 and 16."""
+    """As measured on a busy machine: 521, 1326 and 217 ms against 24, 19 and 16."""
     for on, decides in ((fakes.placement(), False), (CUDA, True)):
         with subtests.test(decides=decides):
             records = [
@@ -215,7 +215,7 @@ FAILED = fakes.failure(gpu(0))
         ((ran(1, 0.1), ran(0, 0.05, **WRONG)), "zero0", 1, [0.5, 1], "ZeRO-0, whose own"),
         ((ran(0, **WRONG), ran(1, **WRONG), fakes.failure(gpu(2))), None, 0, [1, 1, None], "result is in doubt"),
     ],
-    ids=["failed first", "failed asked for", "all failed", "disqualified first", "disqualified asked", "none sound"],
+    ids=["failed first", "failed requested", "all failed", "disqualified first", "disqualified asked", "none sound"],
 )
 def test_ratios_refer_to_the_requested_or_the_first_sound_row_and_that_is_said(
     records: tuple[TrialRecord, ...],
@@ -262,7 +262,7 @@ def test_fronts_by_hand() -> None:
     """Slower and larger than another: off. Slower and smaller: on. Equal in both: both on."""
     assert front((100, 80), (90, 60), (80, 70), (70, 50), (90, 60), (90, 61), (100, 81)) == [0, 1, 3, 4]
     assert front((100, 80), (200, None), (None, 1)) == [0]
-    # Rows that failed, are disqualified or of another workload are on no front.
+    # Rows that failed, are disqualified or have a different workload are on no front.
     large = fakes.success(gpu(2, of=fakes.workload(batch_size=64)), step_seconds=[0.001] * 10)
     wrong = ran(0, 0.05, gpu_peak_bytes=GB, **WRONG)
     comparison = compared(ran(1, 0.1), large, wrong, ran(3, 0.2, gpu_peak_bytes=4 * GB), fakes.failure(gpu(3)))
@@ -316,7 +316,7 @@ def test_the_shortest_window_on_a_gpu_below_two_seconds_is_reported() -> None:
         assert kinds(flat).get(CaveatKind.SHORT_WINDOW) == caveat
 
 
-def test_stages_that_have_nobody_to_partition_with_are_said(subtests: pytest.Subtests) -> None:
+def test_stages_that_have_nobody_to_partition_with_are_reported(subtests: pytest.Subtests) -> None:
     for record, said in (
         (fakes.failure(gpu(3, on=replace(CUDA, num_gpus=1))), True),
         (fakes.success(gpu(1), data_parallel_size=1), True),
@@ -331,7 +331,7 @@ def card(index: int = 0, **changes: Any) -> GpuFacts:
     return GpuFacts(index=index, name="NVIDIA H100 80GB HBM3", memory_total_bytes=80 * GB, **changes)
 
 
-def test_what_disturbs_the_machine_is_said_of_the_cards_that_were_used(subtests: pytest.Subtests) -> None:
+def test_disturbances_of_the_machine_are_reported_for_the_cards_that_were_used(subtests: pytest.Subtests) -> None:
     for changes, expected in (
         ({"gpus": (card(other_processes=((7, None), (8, GB))),)}, {CaveatKind.OTHER_PROCESS}),
         ({"gpus": (card(other_processes=(), throttle_reasons=("gpu_idle",)),)}, set()),

@@ -26,7 +26,7 @@ PRECISIONS = ("bf16", "fp16", "fp32", "tf32")
 
 
 def test_flops_by_hand() -> None:
-    """Of tiny N_matmul is 521,216; 2 layers, 4 heads of 32, 256 tokens: 3,127,296 + 786,432."""
+    """For tiny, N_matmul is 521,216; 2 layers, 4 heads of 32, 256 tokens: 3,127,296 + 786,432."""
     tiny = preset("tiny")
     assert model_flops_per_token(tiny, 256) == 6 * 521_216 + 12 * 2 * 4 * 32 * 256 == 3_913_728
     assert causal_flops_per_token(tiny, 256) == 3_127_296 + 393_216
@@ -73,7 +73,7 @@ def test_a_device_that_only_resembles_a_known_one_has_no_peak() -> None:
     assert [(each, name) for each in devices for name in PRECISIONS if peak_tflops(each, name)] == []
 
 
-def test_mfu_on_different_devices_is_of_their_mean_rate() -> None:
+def test_mfu_on_different_devices_is_relative_to_their_mean_rate() -> None:
     mixed = ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB")
     rates = [(peak_tflops(name, "bf16") or 0) * 1e12 for name in mixed]
     assert rates[0] > rates[1] > 0
@@ -92,7 +92,7 @@ def test_each_row_of_the_table_is_reached_by_its_name_and_mixes_no_dense_with_sp
             assert row["bf16_tflops"] == row["fp16_tflops"] == twice, row["name"]
 
 
-def test_mfu_of_an_fp32_row_under_tf32_is_of_the_rate_of_tf32() -> None:
+def test_mfu_of_an_fp32_row_under_tf32_is_relative_to_the_rate_of_tf32() -> None:
     on = fakes.placement(accelerator="cuda")
     for precision, tf32, tflops in (("fp32", True, 494.7), ("fp32", False, 66.9), ("bf16", True, 989.4)):
         trial = fakes.trial(on=on, of=fakes.workload(model="gpt2", precision=precision))

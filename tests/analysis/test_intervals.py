@@ -115,15 +115,15 @@ MAX_ALARMS = 0.05 + 2 * math.sqrt(0.05 * 0.95 / TABLES)
 
 @pytest.mark.parametrize("noise", simulation.NOISES)
 def test_false_differences_are_rare_among_all_rows_and_true_ones_found(noise: str, subtests: pytest.Subtests) -> None:
-    """In rotated rounds, as earlier versions ran them, 12 rows showed one in 9 to 15 % under noise that lasts.
+    """In rotated rounds, as earlier versions ran them, 12 rows showed one in 9 to 15 % under lasting noise.
 
-    Which row is the fastest is known afterwards only. The level for one row against all others (Bonferroni) finds it to
-    differ from another in 8 to 11 % of tables of equal rows.
+    Which row is the fastest is known only afterwards. At the level for one row against all others (Bonferroni), it
+    would differ from some row in 8 to 11 % of tables of equal rows.
     """
     numbers = np.random.default_rng(20261121)
 
     def differs(gain: float, *case: int) -> list[bool]:
-        """Whether the reference differs from an equal row, whether from the last one, and the fastest from any."""
+        """Whether the reference differs from an equal row, whether from the last, and whether the fastest from any."""
         count, runs, lost = case
         ratios, names, fastest = simulation.row_ratios(numbers, count, runs, noise, gain, lost)
         pairs = (names[0], names[1:-1]), (names[0], names[-1:]), (fastest, names)
@@ -145,7 +145,7 @@ def test_false_differences_are_rare_among_all_rows_and_true_ones_found(noise: st
 
 
 def table(rows: dict[str, list[float]], baseline: str | None = "a", *, order: str = "") -> RowRatios:
-    """Every row a run in each round; ``order``: names of rows in the order of running, else all of a round at once."""
+    """Each row has a run in each round. ``order``: names of rows in the order of running; by default all at once."""
     positions = {each: position for position, each in enumerate(zip(order, _rounds_of(order), strict=True))}
     runs = {
         name: [RunMean(mean=mean, round=n, position=positions.get((name, n), n)) for n, mean in enumerate(means)]
@@ -209,7 +209,7 @@ def test_an_interval_leaves_out_1_exactly_where_holms_method_finds_a_difference(
         assert (inverse.low, inverse.high) == pytest.approx((1 / interval.high, 1 / interval.low))
 
 
-def test_two_rows_of_which_none_is_the_baseline_are_held_to_one_level_for_all_pairs() -> None:
+def test_two_rows_of_which_neither_is_the_baseline_are_held_to_one_level_for_all_pairs() -> None:
     """Four rows have six pairs. Two rows have one, which has the confidence that the column is named after."""
     rows = {name: [100.0, 101.0, 99.0 + n] for n, name in enumerate("abcd")}
     found, alone = table(rows, None).between("b", "c"), table({name: rows[name] for name in "bc"}).between("c", "b")
@@ -227,7 +227,7 @@ def test_a_row_that_cannot_be_tested_takes_no_part() -> None:
         assert found.between("b", "a") == table(good).between("b", "a")
 
 
-def test_an_interval_distinguishes_that_leaves_out_1_and_on_a_shared_processor_is_within_a_factor_of_two() -> None:
+def test_an_interval_distinguishes_if_it_leaves_out_1_and_on_a_shared_processor_is_within_a_factor_of_two() -> None:
     for low, high, alone, shared in (
         (0.9, 0.99, True, True),
         (0.9, 1.0, False, False),

@@ -89,7 +89,7 @@ def test_every_name_of_a_run_gives_its_records_environment_and_arguments(
 
 
 def test_a_report_reads_rows_and_only_the_records_that_it_needs(tmp_path: Path) -> None:
-    """Of repeats the first record gives the trial of all; a failed row still has its whole outcome."""
+    """For repeats, the first record gives the trial of all; a failed row still has its whole outcome."""
     positions = [(repeat, stage, stage) for repeat in (0, 1) for stage in (0, 2)]
     trials = [fakes.trial(fakes.zero(stage), repeat=n, round_position=place) for n, stage, place in positions]
     trials[-1] = replace(trials[-1], point={"training.seed": 7})  # the only difference in its text
@@ -124,7 +124,7 @@ def test_every_record_is_read_if_the_cards_are_of_two_kinds(tmp_path: Path) -> N
         {"avg_step_time_ms": 50.0},
         {"throughput_tokens_per_sec": 1e6},
     ],
-    ids=["a row less", "another start", "another step time", "another rate"],
+    ids=["one row fewer", "different start", "different step time", "different rate"],
 )
 def test_rows_that_are_not_those_of_the_records_are_not_used(run: RunFolder, first_row: dict[str, Any] | None) -> None:
     first, *others = json.loads(run.json_path.read_text())
@@ -161,7 +161,7 @@ def test_rows_of_a_flat_json_that_differ_in_an_axis_alone_are_two_rows(values: t
     assert len(group_repeats(load_results.load(alone).runs)) == 2
 
 
-def test_of_two_attempts_at_a_trial_the_last_counts_in_the_order_of_the_plan(run: RunFolder) -> None:
+def test_the_last_of_two_attempts_at_a_trial_counts_in_the_order_of_the_plan(run: RunFolder) -> None:
     first, *others = lines(run)
     put_lines(run, others[1], first, *others, json.dumps({**json.loads(first), "wall_seconds": 99.0}))
     result = load_results.load(run.folder)
@@ -171,7 +171,7 @@ def test_of_two_attempts_at_a_trial_the_last_counts_in_the_order_of_the_plan(run
 
 @pytest.mark.parametrize("counted", [True, False])
 def test_a_run_that_did_not_end_says_how_many_trials_are_missing(run: RunFolder, counted: bool) -> None:
-    """Whether run.json counts its trials or not, as in results of before."""
+    """Whether run.json counts its trials or not, as in older results."""
     put_lines(run, lines(run)[0])
     run.json_path.write_text(json.dumps(json.loads(run.json_path.read_text())[:1]))
     facts = json.loads((run.folder / "run.json").read_text())
@@ -204,7 +204,7 @@ def test_a_folder_without_a_run_and_a_csv_get_one_line(run: RunFolder) -> None:
     empty = run.folder.with_name("zero_20261122_093000")
     empty.mkdir()
     for folder, kind in ((run.folder.parent, UsageError), (empty, load_results.NoTrialsError)):
-        with pytest.raises(UsageError, match=r"holds no run\.json") as raised:
+        with pytest.raises(UsageError, match=r"holds neither run\.json") as raised:
             load_results.load(folder)
         assert raised.type is kind
     assert "Give a run folder, or a result's .json" in refusal(run.csv_path)

@@ -62,7 +62,7 @@ def clipped(stage: int, clipping: float, norm: float) -> Run:
 
 
 def late(steps: int, *losses: float, repeats: int = 1) -> list[Run]:
-    """A row for each loss, that it has in all steps after the first ten."""
+    """A row for each loss, which it has in all steps after the first ten."""
     rows = [(place % 3 + 1, loss) for _ in range(repeats) for place, loss in enumerate(losses)]
     return [losing(stage, *[7.0] * 10, *[loss] * steps) for stage, loss in rows]
 
@@ -82,24 +82,24 @@ def late(steps: int, *losses: float, repeats: int = 1) -> list[Run]:
         ([changed(0, (0.9, 1.8, 2.7), **QUIRK), changed(1, CHANGE)], {0: CaveatKind.WEIGHTS_QUIRK}),
         ([losing(0, 7.0, **QUIRK), losing(1, 7.0)], {}),
         ([losing(0, 7.2, **QUIRK)], {}),
-        # Among equals a row of stage 3 is not believed. Most rows decide, each however often it was run.
+        # In a tie, a row of stage 3 is not believed. The majority of rows decides, however often each was run.
         ([losing(3, 8.0), losing(1, 7.0)], {0: DIFFERS}),
         ([losing(1, 8.0), losing(2, 7.0), losing(1, 7.0), losing(2, 7.0)], {0: DIFFERS}),
-        # Other batches and workloads are not compared, nor are rows that lost their loss or failed.
+        # Rows with different batches and workloads are not compared, nor are rows that lost their loss or failed.
         ([losing(1, 7.0), losing(2, 9.0, micro_batch_size=8)], {}),
         ([losing(1, 7.0), losing(2, 9.0, of=fakes.workload(seq_length=256))], {}),
         ([losing(1, None, 7.0), losing(2, 7.0, 6.9), losing(3, 7.0, 6.9)], {}),
         ([make_run(fakes.failure(fakes.trial(fakes.zero(1)))), losing(2, 7.0), losing(3, 85.0)], {2: DIFFERS}),
         ([losing(1, 0.0), losing(2, 0.0)], {}),
         ([losing(1, 0.0), losing(2, 1.0)], {1: DIFFERS}),
-        # Rounding is allowed as far as the precision goes; of two precisions, the coarser one's.
+        # Rounding is allowed as far as the precision goes; between two precisions, as far as the coarser one.
         ([losing(stage, 7.0 * (1.0001 if stage > 1 else 1), precision="fp32") for stage in (1, 2)], {}),
         ([losing(stage, 7.0 * (1.001 if stage > 1 else 1), precision="fp32") for stage in (1, 2)], {1: DIFFERS}),
         ([losing(1, 7.0), losing(2, 7.0 * 1.004)], {}),
         ([losing(1, 7.0), losing(2, 7.0 * 1.01)], {1: DIFFERS}),
         ([losing(1, 7.0, precision="fp32"), losing(2, 7.0 * 1.004)], {}),
         ([losing(1, 7.0, precision="fp32"), losing(2, 7.0 * 1.01)], {1: DIFFERS}),
-        # Other ways to compute a step are compared too.
+        # Rows that compute a step differently are compared too.
         (
             [losing(1, 7.0), losing(2, 7.1, of=fakes.workload(loss="tiled", activation_checkpointing=True))],
             {1: DIFFERS},
@@ -122,7 +122,7 @@ WRONG_RATE = ({**ASKED, "lr": 2e-4},)
 
 def test_rows_that_trained_differently_are_named(subtests: pytest.Subtests) -> None:
     for rows, named in (
-        # Points of a sweep, and values of an axis, that train otherwise on purpose are compared among themselves.
+        # Points of a sweep, and values of an axis, that train differently on purpose are compared among themselves.
         (POINTS, []),
         ([*POINTS, at_point(1e-2, 3, 6.9)], [4]),
         ([*LION, on_axis(5.9, bf16_states="all")], []),
@@ -131,7 +131,7 @@ def test_rows_that_trained_differently_are_named(subtests: pytest.Subtests) -> N
         # Profiles train on after the measured steps, so that the loss on the first batch falls further.
         ([profiled(1, 6.8, "torch"), profiled(2, 5.8, "torch")], [1]),
         ([profiled(1, 6.8), profiled(2, 5.8, "torch")], []),
-        # Late losses are judged by how far honest rows part, however long the run is.
+        # Late losses are judged by how far honest rows drift apart, however long the run is.
         *((late(steps, 6.0, 6.0, 6.9), [2]) for steps in (8, 90, 690)),
         *((late(steps, 6.0, 6.0, 6.1), []) for steps in (8, 690)),
         (late(90, 6.0, 6.5, 6.9), []),
@@ -192,7 +192,7 @@ def test_rows_that_trained_differently_are_named(subtests: pytest.Subtests) -> N
             ],
             [3],
         ),
-        # Another clipping is found where it acts.
+        # A different clipping is found where it acts.
         ([clipped(1, 1.0, 2.5), clipped(2, 0.0, 2.5)], [1]),
         ([clipped(1, 1.0, 0.5), clipped(2, 0.0, 0.5)], []),
     ):  # fmt: skip
@@ -210,7 +210,7 @@ def test_rows_of_stage_3_alone_say_that_no_other_stage_was_beside_them() -> None
         assert with_loss_caveats(rows) == rows
 
 
-def test_rows_on_the_cpu_that_step_with_another_adam_say_so() -> None:
+def test_rows_on_the_cpu_that_step_with_a_different_adam_say_so() -> None:
     def rows(accelerator: str) -> list[Run]:
         on, classes = fakes.placement(accelerator=accelerator), {"none": "AdamW", "cpu_optimizer": "DeepSpeedCPUAdam"}
         trials = {name: fakes.trial(fakes.offload(name), on=on) for name in classes}
@@ -225,11 +225,11 @@ def test_rows_on_the_cpu_that_step_with_another_adam_say_so() -> None:
     assert not any(each.kind is CaveatKind.OTHER_ADAM for row in rows("cuda") for each in row.caveats)
 
 
-# ------------------------------------------------------------------ other training on purpose
+# ------------------------------------------------------------------ different training on purpose
 
 
 def of_file(name: str, rate: float, *losses: float, optimizer: str = "AdamW", **seen: Any) -> Run:
-    """A row of a file that asks for this learning rate, and whose optimizer was read back."""
+    """A row of a file that sets this learning rate, and whose optimizer was read back."""
     trial = fakes.trial(fakes.zero(2), on=CUDA, of=fakes.workload())
     block = {"type": optimizer, "params": {"lr": rate}}
     configuration = replace(trial.configuration, name=name, label=name, source="file")
@@ -247,7 +247,7 @@ def named(rows: Sequence[Run]) -> list[int]:
     return [place for place, row in enumerate(with_loss_caveats(rows)) if has_kind(row.caveats, OTHER_TRAINING)]
 
 
-def test_a_file_that_asks_for_other_training_is_compared_with_files_that_ask_for_the_same() -> None:
+def test_a_file_that_sets_different_training_is_compared_with_files_that_set_the_same() -> None:
     rows = [usual_row(1, 7.0, 6.9), of_file("same", 1e-4, 7.5, 7.4), of_file("slow", 1e-5, 8.0, 8.0)]
     assert (list(compare_losses(rows)), named(rows)) == ([1], [2])
     assert 3 in compare_losses([*rows, of_file("wrong", 1e-5, 9.0, 9.0)])
@@ -260,7 +260,7 @@ def test_a_file_that_asks_for_other_training_is_compared_with_files_that_ask_for
     assert [each.kind for each in flat[1].caveats].count(OTHER_TRAINING) == 1
 
 
-def test_files_among_themselves_train_as_most_of_them_do_and_none_where_each_does_otherwise() -> None:
+def test_files_alone_are_compared_with_the_majority_and_with_none_if_each_trains_differently() -> None:
     files = [of_file(name, rate, 7.0, 6.9) for name, rate in (("a", 1e-5), ("b", 1e-4), ("c", 1e-4))]
     assert named(files) == [0]
     assert named(files[:2]) == [0, 1]

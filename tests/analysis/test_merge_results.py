@@ -72,7 +72,7 @@ def test_repeats_of_two_results_are_runs_of_one_row_with_numbers_of_their_own() 
     assert [each.round for each in group.runs] == [0, 0, 1, 1, 2, 3, 2]
 
 
-def test_rows_of_an_axis_stand_in_one_table() -> None:
+def test_rows_of_an_axis_are_in_one_table() -> None:
     plain = run(2, 0.1)
     configuration = replace(
         plain.trial.configuration,
@@ -112,7 +112,7 @@ def test_notes_and_commands_of_pooled_results_are_kept_with_what_may_explain_a_s
 # ------------------------------------------------------------------ kept apart
 
 
-def test_another_workload_placement_method_or_environment_is_a_group_that_says_why(
+def test_a_different_workload_placement_method_or_environment_is_a_group_that_says_why(
     subtests: pytest.Subtests,
 ) -> None:
     for other, on, named in (
@@ -172,7 +172,7 @@ def test_a_run_counts_once_in_whichever_results_it_is() -> None:
              for run_id in ("zero_1", "zero_2")]  # fmt: skip
     (group,) = merge(apart)
     assert len(group.runs) == 2
-    # A run that was resumed adds only what its older copy lacks; the same command run again is another run.
+    # A run that was resumed adds only what its older copy lacks; the same command run again is a different run.
     again = replace(first, started_at="2026-11-21T10:30:00+00:00")
     for other, expected in ((second, [(1, 0), (2, 0)]), (again, [(1, 0), (1, 1)])):
         (group,) = merge([result(first), result(first, other, name="b.json")])

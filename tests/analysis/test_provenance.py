@@ -30,7 +30,7 @@ def test_the_command_comes_back_from_a_shell_as_it_was_typed() -> None:
     assert provenance.command(None, arguments) == ""
 
 
-def test_machine_lists_known_facts_and_of_several_hosts_each_value_once() -> None:
+def test_machine_lists_known_facts_and_each_value_of_several_hosts_once() -> None:
     facts = {
         "GPUs": "none",
         "CPU": "AMD EPYC 9654",
@@ -47,7 +47,7 @@ def test_machine_lists_known_facts_and_of_several_hosts_each_value_once() -> Non
     }
 
 
-def test_a_title_tells_how_ranks_lie_on_nodes() -> None:
+def test_a_title_tells_how_ranks_are_placed_on_nodes() -> None:
     def of(*slots: int, **placement: Any) -> str:
         hosts = tuple((f"node-{number}", each) for number, each in enumerate(slots))
         place = fakes.placement(num_gpus=sum(slots), hosts=hosts, **placement)

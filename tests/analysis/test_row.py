@@ -37,7 +37,7 @@ CATEGORIES = ("parameters", "gradients", "optimizer_states", "deepspeed_buffers"
 
 
 def distinct_run() -> Run:
-    """A run of two ranks that gives every column another value; rank 1 is the slower and the fuller one."""
+    """A run of two ranks that gives every column a value of its own; rank 1 is the slower and the fuller one."""
     names = ("gpu_init_peak_bytes", "gpu_peak_bytes", "gpu_peak_reserved_bytes", "gpu_allocated_bytes",
              "gpu_reserved_bytes", "gpu_device_used_bytes")  # fmt: skip
     trial = fakes.trial(
@@ -156,7 +156,7 @@ def on_two_nodes(**changes: Any) -> TrialRecord:
     )
 
 
-def test_of_several_nodes_the_fullest_counts_and_the_rank_that_others_waited_for_is_named() -> None:
+def test_the_fullest_of_several_nodes_counts_and_the_rank_that_others_waited_for_is_named() -> None:
     def waiting(seconds: float) -> tuple[schema.CommunicationOperation, ...]:
         return (schema.CommunicationOperation(name="all_reduce", count=1, bytes=8, seconds=9, wait_seconds=seconds),)
 
@@ -171,7 +171,7 @@ def test_of_several_nodes_the_fullest_counts_and_the_rank_that_others_waited_for
     assert make_run(fakes.failure(on_two_nodes().trial)).row.num_nodes == 2
 
 
-def test_a_failed_trial_keeps_its_cause_and_what_was_asked_and_has_no_number(subtests: pytest.Subtests) -> None:
+def test_a_failed_trial_keeps_its_cause_and_its_request_and_has_no_number(subtests: pytest.Subtests) -> None:
     for status in (*schema.STATUSES[1:], "ValueError"):
         with subtests.test(status):
             of = fakes.workload(batch_size=7, grad_accum=2)
@@ -247,7 +247,7 @@ def test_device_memory_is_the_worst_ranks_and_host_memory_the_fullest_nodes() ->
 
 def test_the_share_of_the_card_is_that_of_the_fullest(subtests: pytest.Subtests) -> None:
     for ranks, percent in (
-        # Of 80 GB 20 were reserved at the peak; context and NCCL have 2 more. Only both together can run out.
+        # 20 of 80 GB were reserved at the peak; context and NCCL have 2 more. Only both together can run out.
         ([{"gpu_peak_reserved_bytes": 20 * GB, "gpu_reserved_bytes": 9 * GB, "gpu_device_used_bytes": 11 * GB}], 27.5),
         ([{"gpu_peak_reserved_bytes": 40 * GB}, {"gpu_peak_reserved_bytes": 36 * GB, "gpu_total_bytes": 40 * GB}], 95),
         ([{"gpu_total_bytes": None}], None),
@@ -256,7 +256,7 @@ def test_the_share_of_the_card_is_that_of_the_fullest(subtests: pytest.Subtests)
             assert run_of(*(seen(**rank) for rank in ranks)).row.gpu_percent == pytest.approx(percent)
 
 
-def test_the_share_of_an_emulated_card_is_of_its_limit() -> None:
+def test_the_share_of_an_emulated_card_is_relative_to_its_limit() -> None:
     emulated = fakes.trial(on=replace(CUDA, gpu_memory_limit_bytes=20 * GB))
     assert make_run(fakes.success(emulated, gpu_peak_reserved_bytes=19 * GB)).row.gpu_percent == pytest.approx(95)
 
@@ -279,7 +279,7 @@ def test_the_ledger_has_cells_of_the_tiers_that_a_trial_uses() -> None:
     assert {value for name, value in on_cpu.values().items() if name.startswith(("gpu_", "ledger_gpu_"))} == {None}
 
 
-def test_the_memory_of_cards_is_null_where_one_does_not_tell_it() -> None:
+def test_the_memory_of_cards_is_null_if_one_does_not_report_it() -> None:
     known, silent = fakes.environment().gpus
     for cards, size in (((known, silent), 80.0), ((known, replace(silent, memory_total_bytes=None)), None)):
         run = make_run(fakes.success(), environment=fakes.environment(gpus=cards))

@@ -1,4 +1,4 @@
-"""Why two rows differ: categories sum to the difference, measured goes before predicted, noise decides nothing."""
+"""Why two rows differ: categories sum to the difference, measured overrides predicted, noise decides nothing."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def predicted(records: Sequence[TrialRecord]) -> list[TrialRecord]:
 
 
 def on_cards(stage: int, **zero_changes: Any) -> Trial:
-    """A trial on two cards with other keys in ``zero_optimization``."""
+    """A trial on two cards with changed keys in ``zero_optimization``."""
     trial = fakes.trial(fakes.zero(stage), on=CARDS)
     block = {**trial.ds_config["zero_optimization"], **zero_changes}
     return replace(trial, ds_config={**trial.ds_config, "zero_optimization": block})
@@ -127,7 +127,7 @@ def test_categories_sum_to_the_total_of_the_run_in_every_result(path: Any) -> No
         assert all(trial_predictions.stored_prediction(row.trial) for row in found)
 
 
-def test_a_row_that_ran_out_of_memory_is_held_by_predictions_of_both() -> None:
+def test_a_row_that_ran_out_of_memory_is_compared_by_predictions_of_both() -> None:
     failed = fakes.failure(fakes.trial(fakes.zero(0), on=CARDS), requested_bytes=2 * GB, free_bytes=GB)
     records = predicted([failed, *runs(fakes.zero(3), 0.1)])
     difference = explained(*records)
@@ -175,7 +175,7 @@ def test_noise_decides_nothing(subtests: pytest.Subtests) -> None:
             assert verdict == (None if time.interval is None else time.interval.distinguishable)
 
 
-def test_rows_of_other_hardware_have_no_ratio_and_say_what_differs() -> None:
+def test_rows_on_different_hardware_have_no_ratio_and_say_what_differs() -> None:
     records = [*runs(fakes.zero(1), 0.1), *runs(fakes.zero(2), 0.1)]
     machines = [fakes.environment(), fakes.environment(logical_cores=8)]
     a, b = (
@@ -223,7 +223,7 @@ def test_keys_act_on_what_their_axes_say_they_change() -> None:
                 assert ledger & {*axis.changes} == ledger & {*ACTS_ON[key]}, key
 
 
-def test_a_key_that_both_engines_resolved_alike_is_no_difference_and_another_engine_is_one() -> None:
+def test_a_key_that_both_engines_resolved_alike_is_no_difference_and_a_different_engine_is_one() -> None:
     resolved = {"zero_config": {"stage": 2, "overlap_comm": False}}
     silent = on_cards(2)
     block = {key: value for key, value in silent.ds_config["zero_optimization"].items() if key != "overlap_comm"}

@@ -78,7 +78,7 @@ def test_work_is_compared_in_order_with_what_most_rows_did(subtests: pytest.Subt
         ({"losses": (7.1, *(7.0,) * 5)}, CaveatKind.OTHER_FIRST_LOSS),
         ({"losses": (7.0, *(8.0,) * 5)}, CaveatKind.OTHER_LOSSES),
         ({"losses": ()}, None),
-        # Other sizes on purpose: such rows are compared by their tokens per second.
+        # Different sizes on purpose: such rows are compared by their tokens per second.
         ({"micro_batch_size": 8, "tokens": (128,) * 6}, None),
     ):
         with subtests.test(changes=changes):

@@ -22,14 +22,14 @@ def swapping(wait: float, busy: float | None = None, **changes: Any) -> RankMeas
     return seen(phase_seconds=PHASES, offload=times, step_parts=parts, **changes)
 
 
-def test_what_the_disk_must_do_is_what_all_else_leaves_it_time_for(subtests: pytest.Subtests) -> None:
+def test_the_disk_must_move_its_bytes_in_the_time_that_all_else_leaves(subtests: pytest.Subtests) -> None:
     for ranks, needed, measured, bound in (
         # Two ranks on one disk move 180 bytes; the slower waits 4 of 10 s, so that 6 s are left.
         ([swapping(4.0), swapping(4.0)], 180 / 6, 180 / 4, False),
         ([swapping(6.0), swapping(4.0)], 180 / 6, 180 / 6, True),
         # It was busy all along, and a step waited for it half a second.
         ([swapping(0.5, busy=9.8)], 90 / 9.5, 90 / 9.8, False),
-        # The node whose disk is slowest beside its need counts.
+        # The node whose disk is slowest relative to its need counts.
         ([swapping(2.0, hostname="a"), swapping(6.0, hostname="b")], 90 / 4, 90 / 6, True),
     ):
         with subtests.test(needed=needed, measured=measured):
@@ -55,6 +55,6 @@ def test_communication_is_that_of_the_slowest_rank() -> None:
     assert set(step_costs(record_of(seen())).values()) == {None}
 
 
-def test_parts_are_the_phases_where_no_more_is_known() -> None:
+def test_parts_are_the_phases_if_no_more_is_known() -> None:
     assert step_parts([seen(phase_seconds=PHASES)]) == PHASES
     assert list(step_parts([swapping(4.0)])) == ["forward", "backward", "step", "transfer"]

@@ -64,7 +64,7 @@ def test_a_caveat_holds_from_its_limit_on(subtests: pytest.Subtests) -> None:
     ):
         with subtests.test(measured=measured):
             found = kinds(run_of(seen(**measured)))
-            # Of short windows the spread and the halves are judged alike; steps are what is varied here.
+            # In short windows the spread and the halves are judged alike, and here only the steps vary.
             assert [kind for kind in found if kind is not K.NOT_STEADY or kind in expected] == expected
 
 
@@ -114,7 +114,7 @@ def test_buffers_are_weighed_on_the_fullest_rank_and_a_small_bucket_needs_no_adv
         assert kind in kinds(make_run(fakes.success(ledger={"cpu": BUFFERS}, host_peak_bytes=resident)))
 
 
-def test_an_optimizer_of_another_family_rules_the_row_out(subtests: pytest.Subtests) -> None:
+def test_an_optimizer_of_a_different_family_rules_the_row_out(subtests: pytest.Subtests) -> None:
     for asked, used, said in (
         ("AdamW", "ZenFlowCPUAdam", False),
         ("Lion", "AdamW", True),

@@ -108,7 +108,7 @@ def test_interval_beyond_a_factor_of_two_decides_nothing_on_the_cpu_accelerator(
 
 
 def test_noise_that_hides_a_regression_is_reported_with_its_size(subtests: pytest.Subtests) -> None:
-    """Logs of 800, 1000, 1200 are 0.223 and 0.182 apart: variance 0.0412; 1000 thrice does not vary. Standard
+    """Logs of 800, 1000, 1200 are 0.223 and 0.182 apart: variance 0.0412; 1000 three times does not vary. Standard
     error √(0.0412 / 3) = 0.1172, t(0.975; 2) = 4.303: ± 0.504 on the logs, and e^0.504 = 1.656.
 
     Logs 1 % apart: standard error 0.0058, so ± 2.5 %: a fall of 3 % is not 5 % for sure, so nothing to warn about.
@@ -134,7 +134,7 @@ DISTRIBUTIONS: dict[str, Callable[[random.Random], float]] = {
 
 @pytest.mark.parametrize("noise", DISTRIBUTIONS)
 def test_the_same_code_is_hardly_ever_a_regression_and_slower_code_is(noise: str) -> None:
-    """Of two figures each is allowed 2.5 %: an interval of 95 % excludes 1 on the bad side that often."""
+    """Each of two figures is allowed 2.5 %: an interval of 95 % excludes 1 on the bad side that often."""
     chance = random.Random(1)
 
     def draw(speed: float = 1.0) -> BenchmarkResult:
@@ -177,7 +177,7 @@ def of_script(seconds: Sequence[float], **changes: Any) -> BenchmarkResult:
 
 
 def test_a_script_without_token_ids_is_held_to_its_samples(subtests: pytest.Subtests) -> None:
-    """Also where it fails: its row keeps its name, though its own batch of 6 is not known then."""
+    """Even if it fails: its row keeps its name, though its own batch of 6 is not known then."""
     for seconds, passed, text in (
         ((0.1,), True, "samples/s 60.0 against 60.0 (+0.0 %), no worse; peak GPU memory"),
         ((0.2,), False, "samples/s 30.0 against 60.0 (-50.0 %), beyond the tolerance of 5.0 %; peak GPU memory"),
@@ -230,7 +230,7 @@ OTHERS = [
 ]  # fmt: skip
 
 
-def test_other_hardware_versions_or_workload_are_neither_pass_nor_regression(subtests: pytest.Subtests) -> None:
+def test_different_hardware_versions_or_workload_are_neither_pass_nor_regression(subtests: pytest.Subtests) -> None:
     for named, other in OTHERS:
         with subtests.test(named):
             verdict = compare_to_baseline(OURS, BaselineEntry.of(other))
@@ -238,7 +238,7 @@ def test_other_hardware_versions_or_workload_are_neither_pass_nor_regression(sub
             assert named in verdict.message
 
 
-def test_more_steps_or_another_configuration_compare_and_a_limit_holds_on_any_machine() -> None:
+def test_more_steps_or_a_different_configuration_compare_and_a_limit_holds_on_any_machine() -> None:
     work = fakes.workload(num_steps=40, warmup_steps=9)
     longer = measured(make_run(fakes.success(fakes.trial(on=ON_GPU, of=work)), None, None))
     assert compare_to_baseline(longer, BaselineEntry.of(measured())).passed is True

@@ -1,4 +1,4 @@
-"""The command lines people type: what parses, what it means, and the one line for what cannot be meant."""
+"""The command lines people type: what parses, what it means, and the one line for what makes no sense."""
 
 from __future__ import annotations
 
@@ -97,9 +97,9 @@ def test_two_flags_that_contradict_each_other_are_refused_with_the_way_out(subte
         ("--retry OOM", "--retry without --resume", "add --resume RUN_DIR"),
         ("--launcher warm --hostfile h", "--launcher warm works only on one node", "drop --hostfile"),
         ("--profile-steps 3", "--profile-steps or --profile-ranks without --profile", "add --profile torch"),
-        ("--nsys-start 24", "steps 0 to 24 are warm-up and measured", "more --profile-steps"),
-        ("--nsys-start 99", "--nsys-start 99 is beyond the last step, 26", "more --profile-steps"),
-        ("--nsys-end 27", "profilers observe 25 to 26", "more --profile-steps"),
+        ("--nsys-start 24", "steps 0 to 24 are warm-up and measured", "raise --profile-steps"),
+        ("--nsys-start 99", "--nsys-start 99 is beyond the last step, 26", "raise --profile-steps"),
+        ("--nsys-end 27", "profilers observe 25 to 26", "raise --profile-steps"),
         ("--nsys-start 26 --nsys-end 25", "record steps 26 to 25", "among these"),
         ("--common-batch", "--common-batch", "--batch-size auto"),
         ("--batch-size auto --seq-length auto", "--batch-size auto", "give one of them a number"),
@@ -199,7 +199,7 @@ def test_names_of_other_programs_mean_the_flag_wherever_it_is_and_are_in_the_hel
             PARSERS["zero"].parse_args(words)
     with pytest.raises(UsageError, match="neither True nor False"):
         PARSERS["zero"].parse_args(["--bf16=0"])
-    # After -- stand the arguments of the user's script.
+    # The arguments of the user's script follow --.
     script = commands.parse(["run", "--configs", "a", "--", "train.py", "--bf16", "True"])[1]["script"]
     assert script == ("train.py", "--bf16", "True")
 

@@ -29,7 +29,7 @@ Write = Callable[..., Path]
 
 
 def ran(*seconds: float, stage: int = 1, **changes: Any) -> list[TrialRecord]:
-    """One run for each of ``seconds``, the time of each step; 0.1 s without one."""
+    """One run for each of ``seconds``, the time of each step; one of 0.1 s by default."""
     return [
         fakes.success(fakes.trial(fakes.zero(stage), on=CARD, repeat=number), step_seconds=[each] * 10, **changes)
         for number, each in enumerate(seconds or (0.1,))

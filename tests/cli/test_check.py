@@ -211,7 +211,7 @@ def test_an_explained_example_breaks_its_rule_as_the_explanation_says(
     assert commands.main(["check", "--explain", "all", "--json"]) == 0
     explained = json.loads(capsys.readouterr().out)
     for each in explained:
-        if "compute capability" in each["given"]:  # needs another machine
+        if "compute capability" in each["given"]:  # needs a different machine
             continue
         file = write(each["example"], "sub/ds.json" if each["example"].startswith("{") else "sub/ds.yaml")
         commands.main(["check", "--json", file, *each["given"].split()])

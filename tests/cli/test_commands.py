@@ -21,7 +21,7 @@ MEMORY = {0: 40, 1: 30, 2: 20, 3: 10}
 
 
 def run_of(stages: tuple[int, ...] = (0, 1, 2, 3), *, slower: float = 0.0, **changes: Any) -> list[TrialRecord]:
-    """Stage n takes 0.1 + 0.02·n seconds a step, and ``slower`` more."""
+    """Stage n takes 0.1 + 0.02·n seconds a step, plus ``slower``."""
     made = []
     for number, stage in enumerate(stages):
         trial = fakes.trial(fakes.zero(stage), on=GPUS, trial_id=f"{number:02d}_zero{stage}", **changes)

@@ -100,7 +100,7 @@ def test_a_difference_is_named_and_decides_whether_there_is_a_ratio(case: str, t
 
 
 def test_losses_of_one_oddity_on_both_sides_are_still_compared(tmp_path: Path) -> None:
-    """Stage 0 in 16 bit: each is excused for its wrapper's extra step, but not next to each other."""
+    """Stage 0 in 16-bit precision: a wrapper's extra step excuses each row, but no difference between the two."""
     odd: dict[str, Any] = {"engine_optimizer_class": "FP16_Optimizer"}
     after = [fakes.success(trial(0), losses=(6.0,) * 12, **odd)]
     (pair,) = of(tmp_path, [fakes.success(trial(0), **odd)], after).rows

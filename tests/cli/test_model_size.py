@@ -58,7 +58,7 @@ def test_every_size_and_pass_is_a_trial_of_its_own_and_a_row_of_every_table(
     assert [float(row["step_time_cv_percent"]) for row in rows[:2]] == pytest.approx([2, 20])
     assert re.search(r"size-small +forward +100\.0 +0\.10000 +2\.00 +2\.00 % +stable +640 ", printed)
     assert re.search(r"size-small +forward \+ backward +100\.0 +0\.10000 +20\.0 +20\.00 % +unstable +640 ", printed)
-    # A forward pass is a third of forward and backward: so are the FLOPs that TFLOP/s are computed from.
+    # A forward pass is a third of forward and backward, and so are the FLOPs that TFLOP/s are computed from.
     assert int(rows[1]["model_flops_per_token"]) == 3 * int(rows[0]["model_flops_per_token"])
 
     page = tmp_path / "page.html"
@@ -91,10 +91,13 @@ def test_a_mistake_is_one_line_and_starts_nothing(
     scripted: ScriptedRun, capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
 ) -> None:
     for line, problem in (
-        ("--model-size tiny", "Unknown --model-size 'tiny'. Choose from small, medium, large, xl, 2.7B"),
+        ("--model-size tiny", "Invalid value for --model-size: 'tiny'. Choose from small, medium, large, xl, 2.7B"),
         ("--model-sizes small 2.7b", "Did you mean '2.7B'?"),
         ("--model-size small --model-sizes xl", "not allowed with argument"),
-        ("--pass-type backward", "Unknown --pass-type 'backward'. Choose from forward, forward_backward, train"),
+        (
+            "--pass-type backward",
+            "Invalid value for --pass-type: 'backward'. Choose from forward, forward_backward, train",
+        ),
         ("--context-length 4096", "beyond the 2048 positions of size-small"),
         ("--output no/such/folder/o.csv", "the rows cannot be written to no/such/folder/o.csv"),
         ("--output .", "Is a directory"),

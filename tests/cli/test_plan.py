@@ -83,7 +83,7 @@ def test_the_answer_and_the_table(case: str, snapshot: SnapshotAssertion) -> Non
     for width in (1, 80):
         narrow = [*plan_lines(plan, width, verbose=True)]
         assert max(map(len, narrow)) <= max(width, 80)  # the table of categories takes nearly 80
-        of_notes = set("would fit with a wider terminal also shows Largest part, GB".split())
+        of_notes = set("to fit use a wider terminal also shows Largest part, GB".split())
         assert words(narrow) - of_notes <= words([*plan_lines(plan, 10_000, verbose=True)])
 
 
@@ -121,10 +121,10 @@ def test_a_stream_of_ascii_gets_ascii_and_a_preset_needs_no_torch_and_no_process
 # ------------------------------------------------------------------ files, models, refusals
 
 
-def test_a_file_is_predicted_like_a_strategy_and_what_it_ignores_is_told(
+def test_a_file_is_predicted_like_a_strategy_and_what_it_ignores_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """the formulas do not cover AutoTP: predicted as plain ZeRO-1 it would be called the simplest row that fits."""
+    """The formulas do not cover AutoTP: predicted as plain ZeRO-1, it would be called the simplest row that fits."""
     zero = {"stage": 2, "reduce_bucket_size": "auto", "cpu_offload": True}
     fine, refused, unknown = (tmp_path / f"{name}.json" for name in ("mine", "old", "tp"))
     fine.write_text(json.dumps({"bf16": {"enabled": "auto"}, "zero_optimization": zero, "log": 1}))
@@ -254,7 +254,7 @@ def test_an_axis_makes_rows_and_its_loss_is_proposed_first_where_logits_dominate
 
 
 def test_host_memory_is_fullest_while_every_rank_loads_the_weights(capsys: pytest.CaptureFixture[str]) -> None:
-    """16 GPUs in nodes of 8: below stage 3 eight copies of 13.5 GB per node, with zero.Init one."""
+    """16 GPUs in nodes of 8: below stage 3, eight copies of 13.5 GB per node; with zero.Init, one."""
     asked = ["plan", "--model", "meta-llama/Llama-2-7b-hf", "--num-gpus", "16", "--gpus-per-node", "8"]
     found = rows(capsys, *asked, "--strategies", "zero2", "zero3", "cpu_full", "--host-memory", "100")
     weights, process = 2 * 6_738_415_616, round(1.5 * 2**30)

@@ -45,7 +45,7 @@ def test_flags_and_settings_replace_values_of_the_recipe(run: Run, scripted: Scr
     assert (stored["family"], stored["recipe"]["values"]["training"]["seq_len"]) == ("recipe", 8)
 
 
-def test_configurations_in_the_recipe_are_rows_or_stand_for_a_strategy(run: Run, scripted: ScriptedRun) -> None:
+def test_configurations_in_the_recipe_are_rows_or_replace_a_strategy(run: Run, scripted: ScriptedRun) -> None:
     own = "{zero_optimization: {stage: 2, reduce_bucket_size: auto}, gradient_clipping: 0.25}"
     text = SMALL.replace("{stages: [0, 2]}", f"{{stages: [2], inline: {{mine: {own}, zero2: {own}}}}}")
     assert run(text, "--set", "configurations.inline.zero2.zero_optimization.reduce_bucket_size=1000") == 0
@@ -95,7 +95,7 @@ def test_a_run_folder_starts_no_code_and_keeps_no_credential(
     secret = "hf_" + "Ab1" * 12
     own_code = SMALL.replace("{name: tiny}", "{name: tiny, trust_remote_code: true}")
     with_secret = SMALL.replace("{stages: [0, 2]}", f"{{stages: [0, 2], deepspeed: {{wandb: {{project: {secret}}}}}}}")
-    for text, problem in ((own_code, "asks for --trust-remote-code"), (with_secret, "not kept")):
+    for text, problem in ((own_code, "requests --trust-remote-code"), (with_secret, "not kept")):
         assert run(text, script=FakeLauncher("Interrupted")) == 130
         folder = scripted.folder
         assert secret not in (folder / "run.json").read_text()
@@ -145,7 +145,7 @@ def test_a_recipe_that_cannot_run_is_refused_before_anything_starts(
     assert run(text) == 2
     error = capsys.readouterr().err
     assert REFUSED[text] in error
-    assert error.count("--") == error.count("add --yes")  # the only flag that stands for no key
+    assert error.count("--") == error.count("add --yes")  # the only flag without a key
     assert error.count("\n") == 1
     assert not scripted.output.exists()
 
@@ -154,9 +154,9 @@ GLOBAL_BATCHES: list[tuple[str, int, int, list[tuple[int, int, int]] | str]] = [
     # rows, ranks, global batch, and micro-batch, accumulation and train_batch_size of each row, or the error
     ("{stages: [0]}", 3, 12, [(2, 2, 12)]),
     ("{stages: [0]}", 2, 6, "Give 4 or 8, or another local_batch_size"),
-    ("{stages: [2]}\naxes: {sequence_parallel: [2]}", 2, 2, [(2, 1, 2)]),  # whole for the ranks with other data
+    ("{stages: [2]}\naxes: {sequence_parallel: [2]}", 2, 2, [(2, 1, 2)]),  # whole for the ranks with different data
     ("{stages: [2]}", 2, 2, "not a multiple of 2 sequences × 2 data-parallel ranks in ZeRO-2"),
-    # So do rows of a recipe, and a value of every row.
+    # Rows of a recipe split sequences too, and so does a value of every row.
     ("{stages: [2], inline: {mine: {sequence_parallel_size: 2}}}", 2, 4, [(2, 1, 4), (2, 2, 4)]),
     ("{stages: [2], deepspeed: {sequence_parallel_size: 2}}", 2, 4, [(2, 2, 4)]),
     ("{stages: [2]}\naxes: {micro_batch: [1, 4]}", 2, 16, [(1, 8, 16), (4, 2, 16)]),
@@ -171,7 +171,7 @@ GLOBAL_BATCHES: list[tuple[str, int, int, list[tuple[int, int, int]] | str]] = [
         10,
         "is not a multiple of 2 sequences × 2 data-parallel ranks in mi",
     ),
-    # Ranks that a sequence cannot be split among make one row unsupported, and refuse no other.
+    # Ranks that a sequence cannot be split among make one row unsupported, and no other.
     ("{stages: [0], configs: [mine.json]}", 3, 6, [(2, 1, 6)]),
 ]
 
@@ -327,7 +327,7 @@ def test_points_may_differ_in_ranks_and_in_the_optimizer_and_are_planned_resumed
     of_folder = build_reports([scripted.folder])
     for name in ("run.json", "records.jsonl"):
         (scripted.folder / name).unlink()
-    for reports in (of_folder, build_reports([flat])):  # from records, and only from the columns
+    for reports in (of_folder, build_reports([flat])):  # from the records, then from the columns alone
         assert [len(report.comparison.rows) for report in reports] == [2] * 4
         assert len({report.title for report in reports}) == 4
         assert all(row.label in ("ZeRO-0", "ZeRO-2") for report in reports for row in report.comparison.rows)
@@ -372,7 +372,7 @@ def test_a_recipe_names_a_file_beside_it_and_its_loader(
     assert {row["data_file"] for row in scripted.rows()} == {str(path)}
 
 
-def test_a_changed_file_is_another_trial_and_is_not_resumed(
+def test_a_changed_file_is_a_different_trial_and_is_not_resumed(
     run: Run, scripted: ScriptedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_ids(tmp_path / "my ids.uint16")

@@ -47,7 +47,7 @@ BAD_INPUT = [
     (ZERO, "--output-dir /proc/nowhere --model nowhere/none", ("--output-dir /proc/nowhere", "may write")),
     (OFFLOAD, "--model tiny --nvme-path absent", ("--nvme-path", "not a folder")),
     (OFFLOAD, "--model tiny --num-gpus 2 --accelerator cuda", ("--accelerator cuda",)),
-    (OFFLOAD, "--model tiny --nvme-path /tmp/\udcff", ("not text in UTF-8",)),  # its record could not be read back
+    (OFFLOAD, "--model tiny --nvme-path /tmp/\udcff", ("not valid UTF-8",)),  # its record could not be read back
 ]
 
 
@@ -73,7 +73,7 @@ def test_bad_input_is_one_line_with_flag_value_and_remedy_and_exit_2(
     assert [path.name for path in tmp_path.iterdir() if path.name not in ("unsettled", "results")] == []
 
 
-def test_models_and_ops_in_a_terminal_of_ascii(tmp_path: Path) -> None:
+def test_models_and_ops_in_an_ascii_terminal(tmp_path: Path) -> None:
     """The ops with a compiler that fails: the reason and the remedy of each, and exit 1."""
     words, ascii_only = ("-m", "ds_bench"), {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
     done = run(*words, "models", cwd=tmp_path, **ascii_only)
@@ -91,7 +91,7 @@ def test_models_and_ops_in_a_terminal_of_ascii(tmp_path: Path) -> None:
 def test_ctrl_c_while_modules_are_loaded_is_one_line_and_exit_130(
     moment: str, command: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """A module of that name, found first, presses it: argparse is loaded at once, csv by what the flags lead to."""
+    """A module of that name, found first, presses it: argparse is loaded first, csv only by what the flags lead to."""
     (tmp_path / f"{moment}.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nwhile True: pass\n")
     if command[0] == "-m" and moment == "csv":
         command = ("-m", "ds_bench", "report", str(tmp_path))

@@ -31,7 +31,7 @@ def folders(scripted: ScriptedRun) -> list[Path]:
 def test_shards_have_every_trial_once_with_the_numbers_of_the_plan_and_are_read_as_the_whole(
     run: Run, scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also if one was interrupted: it is resumed alone."""
+    """Even if one was interrupted: it is resumed alone."""
     assert run(RECIPE, "--repeats", "2", "--output-dir", str(scripted.output / "whole")) == 0
     whole = {t.trial_id for t in scripted.launcher.launched}
     shutil.rmtree(scripted.output / "whole")
@@ -101,7 +101,7 @@ def test_a_shard_that_the_plan_does_not_have_is_refused(
     for text, flags, message in (
         (RECIPE, ["--shard", "4/3"], "4/3: in I/N, I must be between 1 and N"),
         (RECIPE + "output: {csv: all.csv}", ["--shard", "1/3"], "output.csv with --shard: each shard would replace"),
-        (ONE_POINT, ["--shard", "1/2", "--batch-size", "auto", "--common-batch"], "more shards than points (2 of 1)"),
+        (ONE_POINT, ["--shard", "1/2", "--batch-size", "auto", "--common-batch"], "more shards (2) than points (1)"),
     ):
         assert run(text, *flags) == 2
         error = capsys.readouterr().err

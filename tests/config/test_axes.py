@@ -52,7 +52,7 @@ def test_a_value_sets_what_its_row_needs(subtests: pytest.Subtests) -> None:
         (OFFLOADED, ["buffers=trainer_auto"], {"reduce_bucket_size": 4096, **trainer}),
         (PLAIN, ["buffers=trainer_auto"], {"reduce_bucket_size": 4096}),
         (STAGE_3, ["buffers=small_buffers"], small),
-        # With more sub-groups the ratio moves about the fraction that it names.
+        # With more sub-groups, the ratio moves roughly the fraction that it names.
         (OFFLOADED, ["offload_ratio=0.5"], {"offload_optimizer": {"ratio": 0.5}, "sub_group_size": 100_000}),
         # A key of an offload block is set only in rows that have the block.
         (OFFLOADED, ["pin_memory=false"], {"offload_optimizer": {"pin_memory": False}}),
@@ -74,7 +74,7 @@ def test_a_value_sets_what_its_row_needs(subtests: pytest.Subtests) -> None:
     assert (on.accelerator, on.min_nodes, on.ops) == ("cuda", 2, ("QuantizerBuilder",))
 
 
-def test_a_wrong_axis_is_an_error_with_the_nearest(subtests: pytest.Subtests) -> None:
+def test_a_wrong_axis_is_an_error_that_names_the_nearest(subtests: pytest.Subtests) -> None:
     for text, remedy in (
         ("overlap_comm=", "for example, --axis overlap_comm=true,false"),
         ("overlap_com=true", "did you mean 'overlap_comm'?"),
@@ -108,7 +108,7 @@ def test_rows_are_every_combination_of_the_axes_that_act_there() -> None:
         axis_rows.require_few(65)
     # An axis that acts in some rows is noted, one that acts in none is refused.
     (note,) = axis_rows.idle_axis_notes(selected[1:2], {"ZeRO-2": RowFacts(stage=2), "ZeRO-3": RowFacts(stage=3)})
-    assert note == "prefetch acts only in rows of stage 3: not varied in ZeRO-2"
+    assert note == "prefetch applies only to rows of stage 3: not varied in ZeRO-2"
     with pytest.raises(UsageError):
         axis_rows.idle_axis_notes(selected[1:2], {"ZeRO-2": RowFacts(stage=2)})
 

@@ -1,4 +1,4 @@
-"""Configurations of the user's own are read as DeepSpeed, Accelerate and the Trainer read them, or refused."""
+"""The user's own configurations are read as DeepSpeed, Accelerate and the Trainer read them, or refused."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ REFUSED = {
     "configurations: {inline: {../up: {}}}": "a name of letters, digits, dots",
     "launch: {accelerator: gpu}": "It must be 'auto', 'cuda' or 'cpu'",
     'configurations: {configs: [" "]}': "A path must not be empty",
-    "model: {name: a}\nmodel: {name: b}": "line 2: 'model' is given twice, first in line 1",
+    "model: {name: a}\nmodel: {name: b}": "line 2: 'model' is given twice, first on line 1",
     "a: &a [1, 1]\nb: &b [*a, *a]": r"line 1: anchors and aliases",
     "a: !!python/object/apply:os.system [x]": "python/object/apply:os.system is not supported",
     "[" * 1000: "nested deeper than 20 levels",
@@ -64,7 +64,7 @@ REFUSED = {
     "sweep: {matrx: {}}": r"unknown key sweep.matrx\. The keys of sweep are matrix, include, exclude",
     "sweep: {matrix: {launch.timeout: [1, 2]}}": "launch.timeout cannot be swept",
     "sweep: {matrix: {optimizer.params: [1, 2]}}": "optimizer.params cannot be swept",
-    "sweep: {matrix: {optimizer.params.lr: [[1, 2]]}}": "holds a list in a list",
+    "sweep: {matrix: {optimizer.params.lr: [[1, 2]]}}": "has a list among its values",
     "optimizer: {params: {lr: [1e-4, 1e-4]}}": "optimizer.params.lr has 0.0001 twice",
     "training: {seq_len: 8}\ndataset: {seq_len: 16}": "training.seq_len 8 and dataset.seq_len 16 contradict each other",
     "configurations: {inline: {ddp: {}}}": "ddp rows train without DeepSpeed",
@@ -83,7 +83,7 @@ def test_wrong_values_are_refused_in_one_line_with_their_place(tmp_path: Path, s
             assert "\n" not in str(caught.value)
             assert len(str(caught.value)) < 250
     path = tmp_path / "r.yaml"
-    for content, reason in ((b"# \n" * 2**17, "is larger than"), (b"\xff\xfe", "is not text in UTF-8")):
+    for content, reason in ((b"# \n" * 2**17, "is larger than"), (b"\xff\xfe", "is not UTF-8 text")):
         path.write_bytes(content)
         with pytest.raises(UsageError, match=reason):
             recipe_file.read_recipe(path)

@@ -17,7 +17,7 @@ def split(rows_per_point: list[int], count: int) -> list[list[tuple[int, int]]]:
 
 
 @given(rows_per_point=st.lists(st.integers(1, 9), min_size=1, max_size=30), data=st.data())
-def test_every_row_is_in_one_shard_and_the_shards_are_alike(rows_per_point: list[int], data: st.DataObject) -> None:
+def test_every_row_is_in_one_shard_and_the_shards_are_even(rows_per_point: list[int], data: st.DataObject) -> None:
     count = data.draw(st.integers(1, sum(rows_per_point)))
     shards = split(rows_per_point, count)
     every = [(point, row) for point, rows in enumerate(rows_per_point) for row in range(rows)]

@@ -63,5 +63,5 @@ def test_unusable_files_are_refused_with_the_remedy(tmp_path: Path, subtests: py
     found.require_usable(1000, "the model tiny", 3)
     with pytest.raises(UsageError, match=r"holds the id 999 \(token 1\), beyond the 999 ids of the model tiny"):
         found.require_usable(999, "the model tiny", 3)
-    with pytest.raises(UsageError, match=r"has 3 tokens, fewer than one sequence of 4. Give .* 3 tokens or less"):
+    with pytest.raises(UsageError, match=r"has 3 tokens, fewer than one sequence of 4. Give .* 3 tokens or fewer"):
         found.require_usable(None, "", 4)

@@ -1,4 +1,4 @@
-"""The command line of a user's script, its placeholders, what does not go together with it, and its rows."""
+"""The command line of a user's script, its placeholders, what it cannot be combined with, and its rows."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ WITH_CPU = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
             "--base-config offloading.json --stages 2 --strategies cpu_optimizer".split(),
             {"zero2": {"zero_optimization": {"stage": 2}}, "cpu_optimizer": {"zero_optimization": WITH_CPU}},
         ),
-        # A file in the old form, which --set mends.
+        # A file in the old form, which --set fixes.
         ("--configs old.json --set zero_optimization.stage=2".split(), {"old": {"zero_optimization": {"stage": 2}}}),
     ],
 )

@@ -190,7 +190,7 @@ def test_a_key_that_would_be_ignored_or_refused_is_an_error_with_its_remedy(subt
         (
             {"_comment": "x"},
             "_comment",
-            "remove it, or write it after //, which DeepSpeed accepts but the Trainer and Accelerate refuse",
+            "remove it, or write it after //, which DeepSpeed accepts but the Trainer and Accelerate reject",
         ),
         ({"amp": {}}, "amp", "use bf16, fp16 or torch_autocast"),
         (zero(overlap_com=True), "zero_optimization.overlap_com", "did you mean overlap_comm?"),

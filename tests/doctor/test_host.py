@@ -80,7 +80,7 @@ def test_shared_memory_suffices_for_the_ranks_of_this_host(root: Path, monkeypat
     assert [with_free(mib, "cpu") for mib in (64, 66)] == ["problem", "ok"]
     assert [with_free(140, "cpu", number) for number in (2, 3)] == ["ok", "problem"]
     assert with_free(140, "cpu", 64, hostfile="/etc/hosts", launcher="deepspeed") == "ok"
-    # NCCL asks for a gigabyte.
+    # NCCL recommends a gigabyte.
     assert [with_free(1023, "cuda", number) for number in (1, 2)] == ["ok", "warning"]
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert [with_free(4096, "cuda", number) for number in (1, 2)] == ["ok", "warning"]

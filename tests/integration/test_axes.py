@@ -16,7 +16,7 @@ import pytest
 
 from ds_bench.analysis.loss_parity import compare_losses
 from ds_bench.analysis.row import make_run
-from ds_bench.config.axes import AXES, other_arithmetic
+from ds_bench.config.axes import AXES, changed_arithmetic
 from ds_bench.config.deepspeed_config import paths_of
 from ds_bench.config.spec import Placement, Trial
 from ds_bench.models.lookup import ResolvedModel
@@ -115,7 +115,7 @@ def test_axes_change_what_they_say_and_train_the_same(name: str, train: Train, t
     assert compare_losses([make_run(record) for record in records]) == {}
     losses = records[1].ranks[0].losses
     assert None not in losses
-    if other_arithmetic(changed.configuration.axis_values):  # starts at the same loss and stays finite
+    if changed_arithmetic(changed.configuration.axis_values):  # starts at the same loss and stays finite
         assert math.isclose(losses[0] or 0.0, math.log(1000), rel_tol=0.05)
 
 

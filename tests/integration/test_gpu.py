@@ -147,7 +147,7 @@ def test_the_card_is_free_again_when_the_next_trial_begins(tmp_path: Path) -> No
     records = [json.loads(line) for line in path.read_text().splitlines()]
     free = [record["gpu_free_start_bytes"] for record in records]
     assert max(free) - min(free) < 2**29
-    assert not any("less of the card was free" in text for record in records for text in record["caveats"])
+    assert not any("less GPU memory was free" in text for record in records for text in record["caveats"])
 
 
 def test_profiles_of_a_gpu_have_its_kernels_and_its_allocations(tmp_path: Path) -> None:

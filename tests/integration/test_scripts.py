@@ -97,7 +97,7 @@ def test_an_interrupted_run_keeps_its_rows_is_resumed_and_nothing_runs_twice(sta
     assert gone_within(tree, 30) == set()
     (folder,) = script.output_dir.glob("runs/*")
     # A run folder starts no code by itself: the factory is given again.
-    resumed = start_script("zero_stage_comparison.py", "--resume", str(folder), *HANGS, FAULTS_MENDED="1")
+    resumed = start_script("zero_stage_comparison.py", "--resume", str(folder), *HANGS, FAULTS_FIXED="1")
     code, out, err = resumed.wait()
     assert code == 0, err
     assert [row["status"] for row in script.rows()] == ["✅ Success"] * 3

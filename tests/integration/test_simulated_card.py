@@ -271,7 +271,7 @@ def test_other_programs_low_clocks_and_different_cards_are_noticed(run: RunOnCar
         assert row["gpu_power_watts"] == pytest.approx(2 * WATTS, rel=0.02)
         assert "GPU 1 was throttled while this ran: hw_thermal_slowdown" in row["caveats"]
         assert "sw_power_cap" not in row["caveats"]
-        assert "less of the card was free" not in row["caveats"]
+        assert "less GPU memory was free" not in row["caveats"]
     first, second = (record["gpu_free_start_bytes"] for record in done.records())
     assert first == second
     assert {"GPUs", "GPU 1 memory", "GPU 1 clocks"} <= _findings(done.output)

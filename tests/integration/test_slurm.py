@@ -57,7 +57,7 @@ def test_a_batch_job_of_two_nodes_is_one_comparison_whose_rest_the_next_job_runs
     (run,) = tmp_path.glob("out/runs/*")
     first = json.loads((run / "records.jsonl").read_text().splitlines()[0])
     assert [rank["hostname"] for rank in first["ranks"]] == ["node1", "node2"]
-    job = slurm.submit(*example, "--resume", str(run), *again, cwd=ROOT, FAULTS_MENDED="1", **variables)
+    job = slurm.submit(*example, "--resume", str(run), *again, cwd=ROOT, FAULTS_FIXED="1", **variables)
     assert slurm.wait_for_job(job, 120) == "COMPLETED", (tmp_path / "log").read_text()
     assert [(row["status"], row["num_nodes"]) for row in rows_of(tmp_path / "out")] == [("✅ Success", 2)] * 2
 

@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.deepspeed, pytest.mark.usefixtures("built_ops")]
 
 STALL = dataclasses.replace(SHORT, stall_timeout_seconds=6)
 ENDINGS: dict[str, tuple[Limits, dict[str, object], str, int | None, str]] = {  # → status, rank, words of the error
-    "device_oom_on_rank_0_after_lost_peer": (SHORT, {}, "OOM", 1, "asked 2.00 GB, free 1.50 GB"),
+    "device_oom_on_rank_0_after_lost_peer": (SHORT, {}, "OOM", 1, "requested 2.00 GB, free 1.50 GB"),
     "host_allocation_beyond_limit": (SHORT, {"cpu_memory_limit_bytes": 4 * 2**30}, "OOM (host)", None, "64.00 GB"),
     "killed": (SHORT, {}, "Killed", 0, "SIGKILL"),
     "segfault": (SHORT, {}, "Crashed", None, "SIGSEGV"),

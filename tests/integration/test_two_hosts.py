@@ -184,7 +184,7 @@ def test_a_killed_run_leaves_nothing_on_either_host_and_resume_goes_on(hosts: Tw
     # What the killed process itself had noted on its host, the next run there removes.
     assert (run.left_on(hosts.b), run.left_on(hosts.a)[0]) == (({}, set()), {})
     again = ("--resume", run.output / "runs" / run.folder().name, "--hostfile", hosts.hostfile, *LONG[:2])
-    resumed = start(hosts, "zero_stage_comparison.py", *again, output="killed", FAULTS_MENDED="1")
+    resumed = start(hosts, "zero_stage_comparison.py", *again, output="killed", FAULTS_FIXED="1")
     code, output, errors = resumed.finish()
     assert code == 0, errors + output
     assert [row["status"] for row in resumed.rows()] == ["✅ Success"]
@@ -290,7 +290,7 @@ def test_the_users_script_trains_on_both_hosts_and_another_file_on_one_is_refuse
     refused = start(hosts, "run", *words, output="own", PYTHONPATH=paths)
     code, _, errors = refused.finish()
     assert code == 2
-    assert f"{path} is missing or another file on node-b" in errors
+    assert f"{path} is missing or different on node-b" in errors
     hosts.b.path(path).write_text(script)
     run = start(hosts, "run", *words, output="own", PYTHONPATH=paths)
     code, output, errors = run.finish()

@@ -285,7 +285,7 @@ def test_files_of_another_host_stay_within_the_folder_of_the_trial(tmp_path: Pat
     receiver = FileReceiver(tmp_path, 1, range(2, 4))
     for name in ("core.python 3.1234", "trace,0.json", "rank2.json", "profiles/torch_rank3.json"):
         receiver.receive({"file": name, **part, "whole": True})
-    assert receiver.problem == "a file of another host has the name 'core.python 3.1234' and was left out"
+    assert receiver.problem == "a file from another host was left out because of its name 'core.python 3.1234'"
     assert sorted(path.name for path in tmp_path.rglob("*.json")) == ["rank2.json", "torch_rank3.json"], "the others"
 
 

@@ -229,7 +229,7 @@ def test_missing_cuda_toolkit_is_named_where_deepspeed_raises_type_error(tmp_pat
     done = subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
     assert "NoneType" in done.stderr
     remedy = ops.remedy_of(done.stdout.splitlines()[-1])
-    assert remedy == "install the CUDA toolkit of torch's CUDA version and set CUDA_HOME"
+    assert remedy == "install the CUDA toolkit that matches torch's CUDA version and set CUDA_HOME"
 
 
 # ------------------------------------------------------------------ variables of ranks

@@ -153,7 +153,7 @@ def test_oom_on_rank_1_wins_over_the_broken_collective_that_rank_0_saw_first(sce
         1, kind="device_oom", error_class="OutOfMemoryError", message="CUDA out of memory.", time=60.0,
         requested_bytes=2 * 2**30, free_bytes=3 * 2**29, phase="backward",
     )  # fmt: skip
-    error = "OutOfMemoryError in backward, asked 2.00 GB, free 1.50 GB: CUDA out of memory."
+    error = "OutOfMemoryError in backward, requested 2.00 GB, free 1.50 GB: CUDA out of memory."
     assert scene.ended(0, code=1, at=51).ended(1, code=1, at=61).outcome() == Outcome(
         status="OOM", rank=1, phase="backward", kind="device_oom", requested_bytes=2 * 2**30, free_bytes=3 * 2**29,
         error=error, details=f"{error}; phase backward; rank 1; log {scene.folder / 'rank1.log'}",
@@ -353,12 +353,12 @@ def test_exception_cannot_call_itself_what_it_is_not(scene: Scene) -> None:
 
 # File → status, kind and what the cause must name, as INDEX.csv has it.
 CRASHES = {
-    "02": ("OOM (host)", "host_oom", "asked 20.00 GB"),
+    "02": ("OOM (host)", "host_oom", "requested 20.00 GB"),
     "04": ("Timeout", "collective_timeout", "ranks ran different collectives"),
     "05": ("RuntimeError", "shared_memory", "shared memory segment"),
     "07": ("OOM (disk)", "disk_full", "PytorchStreamWriter failed writing"),
     "08": ("OOM (host)", "pinned_memory", "invalid argument"),
-    "11": ("OOM", "device_oom", "asked 6.00 MB"),
+    "11": ("OOM", "device_oom", "requested 6.00 MB"),
     "13": ("OOM (host)", "host_oom", "482.00GB"),
     "15": ("OOM (host)", "pinned_memory", "out of memory"),
 }

@@ -129,9 +129,9 @@ def test_image_tokens_are_those_of_the_image_processors() -> None:
 def test_unknown_configurations_are_refused_with_a_remedy() -> None:
     opt = PUBLIC["facebook/opt-2.7b"]
     refused: dict[str, dict[str, Any]] = {
-        "'mamba', whose tensors": {"model_type": "mamba"},
+        "x has the model type 'mamba'": {"model_type": "mamba"},
         "word_embed_proj_dim to 512": {**opt, "word_embed_proj_dim": 512},
-        "text_config is a 'mamba'": {"model_type": "llava", "text_config": {"model_type": "mamba"}},
+        "text_config has the model type 'mamba'": {"model_type": "llava", "text_config": {"model_type": "mamba"}},
         "a value that cannot be used": {"model_type": "llama", "hidden_size": "wide"},
     }
     for text, config in refused.items():
@@ -167,7 +167,7 @@ def test_plan_reads_configs_where_torch_cannot_be_imported(tmp_path: Path) -> No
     assert needs[chosen[1]]["optimizer_states"] == 12 * 671_026_404_352
     (tmp_path / "other.json").write_text('{"model_type": "mamba"}')
     for arguments, problem in {
-        (str(tmp_path / "other.json"),): "'mamba', whose tensors ds_bench does not know by formula",
+        (str(tmp_path / "other.json"),): "the model type 'mamba', for which ds_bench has no formulas",
         ("nothing",): "Unknown model 'nothing': ",
         (str(tmp_path / "t5-large"), "--image-tokens", "9"): "reads no images",
         (str(tmp_path / "Qwen2.5-VL-7B-Instruct"), "--image-size", "1280", "--seq-length", "1024"): "no room for 2116",

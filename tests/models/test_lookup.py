@@ -60,7 +60,7 @@ def test_hub_that_does_not_answer_or_may_not_be_asked_is_named(monkeypatch: pyte
     with socketserver.TCPServer(("127.0.0.1", 0), BrokenHub) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_address[1]}"
-        with pytest.raises(UsageError, match=r"and 127\.0\.0\.1 does not answer \(HTTP 503") as caught:
+        with pytest.raises(UsageError, match=r"and 127\.0\.0\.1 cannot be reached \(HTTP 503") as caught:
             resolve_model(
                 "gpt2-huge\udcff", factory=False, trust_remote_code=False, environment={"HF_ENDPOINT": address}
             )
@@ -74,7 +74,7 @@ def test_hub_is_not_waited_for_and_no_file_or_password_is_shown() -> None:
     failures = {address: connection_failure(address, pytest.fail) for address in ("file://me/etc/passwd", "http://[x")}
     assert set(failures.values()) == {"HF_ENDPOINT is not a web address"}
     waited = connection_failure("https://me:pw@hub", lambda _: threading.Event().wait(5), 0.05)
-    assert waited == "hub does not answer (no answer within 0.05 s)"
+    assert waited == "hub cannot be reached (no answer within 0.05 s)"
     assert connection_failure("https://hub", lambda _: None) is None
 
 

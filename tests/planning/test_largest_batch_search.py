@@ -287,7 +287,7 @@ def test_longest_sequence_is_chosen_whatever_its_speed(machine: Machine, capsys:
     assert found == [("zero1", 96, "longest"), ("zero3", 192, "longest")]  # to 16 tokens of a model of 256 positions
     out = " ".join(capsys.readouterr().out.split())
     assert "each row's longest sequence" in out
-    assert "Use ZeRO-3: trains sequences of 192 tokens, the longest" in out
+    assert "Use ZeRO-3: it trains sequences of 192 tokens, the longest" in out
     (told,) = machine.output.glob("runs/*/run.json")
     assert "ZeRO-1 is left out: it trained sequences of 96 tokens at most" in told.read_text(encoding="utf-8")
 

@@ -170,9 +170,9 @@ def test_a_row_that_cannot_run_has_a_reason_and_the_others_stay(
 
 def test_a_row_that_differs_from_its_name_says_so(subtests: pytest.Subtests) -> None:
     for arguments, said in (
-        (['--set=zero_optimization.offload_optimizer={"device": "cpu"}'], "ran optimizer offload cpu"),
-        (["--set", 'zero_optimization.offload_param={"device": "cpu"}'], "ran parameter offload cpu"),
-        (["--set", "bf16.enabled=false", "--precision", "bf16"], "ran precision fp32"),
+        (['--set=zero_optimization.offload_optimizer={"device": "cpu"}'], "ran with optimizer offload cpu"),
+        (["--set", 'zero_optimization.offload_param={"device": "cpu"}'], "ran with parameter offload cpu"),
+        (["--set", "bf16.enabled=false", "--precision", "bf16"], "ran in fp32"),
     ):
         with subtests.test(arguments=arguments):
             (trial,) = trials(fakes.options("zero", "--stages", "3", *arguments))
@@ -399,10 +399,10 @@ def test_axes_of_the_workload_change_it_and_the_batch_agrees() -> None:
 
 def test_an_axis_is_refused_where_it_acts_in_no_row_or_a_flag_sets_the_same() -> None:
     for line, says in (
-        ("--axis grad_accum=1,2 --grad-accum 4", "axis grad_accum and --grad-accum set the same"),
-        ("--axis micro_batch=1,2 --batch-size auto", "axis micro_batch and --batch-size set the same"),
+        ("--axis grad_accum=1,2 --grad-accum 4", "axis grad_accum and --grad-accum set the same thing"),
+        ("--axis micro_batch=1,2 --batch-size auto", "axis micro_batch and --batch-size set the same thing"),
         ("--axis prefetch=1,2 --set zero_optimization.stage3_prefetch_bucket_size=1", "both set"),
-        ("--axis pin_memory=true,false", "pin_memory acts only in rows of stages 1, 2 and 3"),
+        ("--axis pin_memory=true,false", "pin_memory applies only to rows of stages 1, 2 and 3"),
     ):
         with pytest.raises(UsageError, match=says):
             requested_rows.axis_notes(fakes.options("zero", *line.split()))

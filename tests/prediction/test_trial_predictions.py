@@ -57,7 +57,7 @@ def test_unknown_activations_leave_the_rest_predicted_and_never_fit() -> None:
     assert isinstance(PROFILE, ModelProfile)
     without = replace(PROFILE, activations={}, unknown="no fake kernel")
     trial = foreseen(fakes.trial(fakes.zero(2), on=ON_GPUS), profile=without)
-    assert trial.caveats == ("activations are not predicted, the rest is: no fake kernel",)
+    assert trial.caveats == ("only activations are not predicted: no fake kernel",)
     found = stored_prediction(trial)
     assert found is not None
     assert found.verdict(80 * GB) == predicted_memory.UNKNOWN
@@ -127,7 +127,7 @@ def test_row_far_beyond_the_hosts_memory_is_skipped_if_others_fit() -> None:
     capacity = room(80 * GB, 64 * GB, 64 * GB)
     first, second = trial_predictions.attach_predictions(trials, LLAMA, capacity, skip=False)
     assert first.skipped is None
-    assert "--force tries it" in str(second.skipped)
+    assert "use --force to try it" in str(second.skipped)
     trial_predictions.require_host_memory([first, second], 64 * GB)
     forced = trial_predictions.attach_predictions(trials, LLAMA, capacity, skip=False, force=True)
     assert [trial.skipped for trial in forced] == [None, None]

@@ -266,7 +266,7 @@ def test_parameters_that_are_not_of_the_trainers_form_stay_as_they_ran_and_are_n
     params = files["ds_config_trainer.json"]["optimizer"]["params"]
     assert params == {"lr": "auto", "eps": [1e-30, 1e-3], "weight_decay": "auto"}
     assert "--adam_epsilon" not in files["README.md"]
-    assert "The Trainer refuses this form of `optimizer.params.eps`" in files["README.md"]
+    assert "The Trainer rejects this form of `optimizer.params.eps`" in files["README.md"]
 
 
 REPLACED = ", which Accelerate replaces with DeepSpeed's CPU version."

@@ -101,7 +101,7 @@ def test_repeats_are_counted_and_the_time_left_is_of_all_that_is_left() -> None:
     ]
     assert lines_of([*plan, fakes.trial(fakes.zero(2))], records, repeats=3) == [
         "[1/7] ZeRO-0 run 1/3 ✓ 5,120 tok/s 75.4 GB · about 1 min 15 s left",
-        "[2/7] ZeRO-1 run 1/3 ✗ OOM in optimizer init, asked 50.2 GB, 3.60 GB free · about 39 s left",
+        "[2/7] ZeRO-1 run 1/3 ✗ OOM in init, requested 50.2 GB, 3.60 GB free · about 39 s left",
         "[3/7] ZeRO-0 run 2/3 ✗ ValueError in forward: no · about 25 s left",
         "[4/7] ZeRO-1 run 2/3 ✗ Killed in backward: killed by SIGTERM · about 16 s left",
         "[5/7] ZeRO-0 run 3/3 ✗ Unsupported · about 9.8 s left",

@@ -26,7 +26,7 @@ WIDE = Table(
     rows=[
         ("ZeRO-3 + CPU optimizer and parameters", "ok", "1,240", "8.00", "[0.98, 1.01]", "0.98x"),
         ("ZeRO-1", "OOM", "—", "—", "—", "—"),
-        ("✗ mine", "OOM in optimizer init, asked 50.2 GB, 3.60 GB free"),
+        ("✗ mine", "OOM in init, requested 50.2 GB, 3.60 GB free"),
     ],
     styles=["bold", "", "red"],
     numbered=["unstable"],
@@ -45,7 +45,7 @@ def test_a_wide_terminal_shows_every_column_aligned() -> None:
         "Strategy                               Status  Tokens/s  GPU peak GB  95 % interval  Predicted\n"
         "ZeRO-3 + CPU optimizer and parameters  ok         1,240         8.00   [0.98, 1.01]      0.98x\n"
         "ZeRO-1                                 OOM            —            —              —          —\n"
-        "✗ mine                                 OOM in optimizer init, asked 50.2 GB, 3.60 GB free\n"
+        "✗ mine                                 OOM in init, requested 50.2 GB, 3.60 GB free\n"
         "\n"
         "  1. unstable\n"
         "  * CPU ranks: this says nothing about GPUs."
@@ -127,7 +127,7 @@ def test_markdown_has_a_heading_a_rule_a_line_per_row_and_notes() -> None:
         "| --- | --- | --- | --- | --- | --- |\n"
         "| ZeRO-3 + CPU optimizer and parameters | ok | 1,240 | 8.00 | [0.98, 1.01] | 0.98x |\n"
         "| ZeRO-1 | OOM | — | — | — | — |\n"
-        "| ✗ mine | OOM in optimizer init, asked 50.2 GB, 3.60 GB free |  |  |  |  |\n\n"
+        "| ✗ mine | OOM in init, requested 50.2 GB, 3.60 GB free |  |  |  |  |\n\n"
         "1. unstable\n\n"
         "- CPU ranks: this says nothing about GPUs."
     )

@@ -1,4 +1,4 @@
-"""Models as Transformers builds them on the meta device, and what is counted of them."""
+"""Models as Transformers builds them on the meta device, and the facts counted from them."""
 
 from __future__ import annotations
 

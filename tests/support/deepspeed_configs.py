@@ -12,7 +12,7 @@ EVERY_CONFIGURATION = [strategies.make_configuration(strategy) for strategy in s
 
 
 def complete(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """``config`` completed as for one CPU rank, with changes to what completes it."""
+    """``config`` completed for one CPU rank; ``changes``: to the arguments of ``complete_config``."""
     of: Workload = changes.pop("of", fakes.workload())
     on: Placement = changes.pop("on", fakes.placement(nvme_path="/mnt/nvme"))
     return deepspeed_config.complete_config(

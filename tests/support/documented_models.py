@@ -1,4 +1,4 @@
-"""The factories of examples/own_models.py, word for word but for their sizes, which train in a second."""
+"""The factories of examples/own_models.py, word for word except their sizes, so that they train in a second."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
     python tests/support/engine_events.py FOLDER      (with the variables of ``simulated_card.write_plans``)
 
-FOLDER/trials.pickle has the trials, each of two ranks. For rank R of trial N, N.R.json gets its events, as
-``CardMemory.events``, and a list with the name of each phase that begins. Ranks are forked from one process, which has
-imported everything that they need.
+FOLDER/trials.pickle holds the trials, each of two ranks. The events of rank R of trial N go to N.R.json, as in
+``CardMemory.events``, with the name of each phase as a list where it begins. Ranks are forked from one process, which
+has imported everything that they need.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def train(trial: Trial, folder: Path, number: int, rank: int) -> None:
 
 
 def main(folder: Path) -> int:
-    trials = pickle.loads((folder / "trials.pickle").read_bytes())  # noqa: S301 - of the test
+    trials = pickle.loads((folder / "trials.pickle").read_bytes())  # noqa: S301 - written by the test
     for number, trial in enumerate(trials):
         ranks = []
         for rank in range(RANKS):

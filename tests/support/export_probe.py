@@ -1,7 +1,7 @@
 """Loads exported configurations with the libraries they are for: ``python -W ignore export_probe.py < jobs.json``.
 
 A job is ``{"folder": …, "world": ranks, "trainer_command": words}``; the answer to each is one JSON line. One
-process for all of them, since the imports take seconds. World sizes above one are pretended.
+process for all of them, since the imports take seconds. World sizes above one are simulated.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Arguments(TrainingArguments):
 
 
 def resolved(config: Any) -> dict[str, Any]:
-    """What DeepSpeed makes of a configuration, where the three files must agree."""
+    """The values that DeepSpeed resolves a configuration to and on which the three files must agree."""
     made = deepspeed_config.DeepSpeedConfig(config)
     zero = made.zero_config.model_dump(mode="json")
     return {

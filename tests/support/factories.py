@@ -1,4 +1,4 @@
-"""Models of a user's own, given as ``--model-factory factories:NAME``: small, of several kinds, with plain weights."""
+"""A user's own models, given as ``--model-factory factories:NAME``: small, of several kinds, with plain weights."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "i
 
 
 def gpt2() -> Any:
-    """The plain constructor, which Transformers does not make ready for partitioning."""
+    """The plain constructor, which Transformers does not prepare for partitioning."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     return GPT2LMHeadModel(GPT2Config(vocab_size=1000, n_positions=64, n_embd=32, n_layer=2, n_head=2))
 
 
 def lora() -> Any:
-    """Adapters that train on frozen weights."""
+    """Adapters that train on top of frozen weights."""
     from peft import LoraConfig, get_peft_model
 
     return get_peft_model(gpt2(), LoraConfig(r=4, lora_alpha=8, target_modules=["c_attn"], task_type="CAUSAL_LM"))

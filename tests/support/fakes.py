@@ -1,6 +1,6 @@
 """Stand-ins for tests: valid instances of every stage boundary, a launcher without processes, cards without a driver.
 
-Every builder gives something valid; a test names only what it is about.
+Every builder returns something valid; a test names only what it is about.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def placement(**changes: Any) -> Placement:
 
 
 def with_another(part: Any, name: str) -> Any:
-    """The workload or placement with another value of one field."""
+    """The workload or placement with a different value in one field."""
     value = getattr(part, name)
     script = Script(command=("train.py",), digest=None, python="python", config_source="override")
     others: dict[str, Any] = {
@@ -93,7 +93,7 @@ def trial(
     of: Workload | None = None,
     **changes: Any,
 ) -> Trial:
-    """One trial of ``configuration`` (ZeRO-0 by default), completed as it would really be used."""
+    """One trial of ``configuration`` (ZeRO-0 by default), completed as a real run would complete it."""
     configuration, on, of = configuration or zero(0), on or placement(), of or workload()
     base = deepspeed_config.base_config(configuration, of.batch_size, of.grad_accum)
     config = deepspeed_config.complete_config(
@@ -115,7 +115,7 @@ def trial(
 
 
 def prediction(**changes: Any) -> dict[str, Any]:
-    """The predicted memory as a trial holds it: of nothing but what ``changes`` names."""
+    """The predicted memory as a trial holds it, empty except for ``changes``."""
     values: dict[str, Any] = {
         "gpu": {},
         "host": {},
@@ -127,7 +127,7 @@ def prediction(**changes: Any) -> dict[str, Any]:
 
 
 def measurement(of: Trial | None = None, *, step_seconds: Sequence[float] = (), **changes: Any) -> RankMeasurement:
-    """What rank 0 of a trial saw: steps of 0.1 s, losses that fall from 7."""
+    """What rank 0 of a trial measured: steps of 0.1 s, losses that fall from 7."""
     of = of or trial()
     if of.workload.script is not None:
         changes = {"script": script_measurement(of), "trainable_parameter_count": 1_000_000, **changes}
@@ -189,7 +189,7 @@ def script_measurement(of: Trial, **changes: Any) -> ScriptMeasurement:
 
 
 def script_of_samples(of: Trial, samples: int) -> ScriptMeasurement:
-    """The same of a script without token ids, with so many samples in each step."""
+    """The same for a script without token ids, with that many samples in each step."""
     steps = of.workload.warmup_steps + of.workload.num_steps
     none = dict.fromkeys(("tokens", "unpadded_tokens"), (0,) * steps)
     return script_measurement(of, **none, samples=(samples,) * steps)
@@ -226,7 +226,7 @@ def failure(of: Trial | None = None, status: str = schema.OOM, **changes: Any) -
 
 
 def rank_failure(**changes: Any) -> RankFailure:
-    """An exception of rank 0 in the backward pass of step 3, at time 100."""
+    """An exception on rank 0 in the backward pass of step 3, at time 100."""
     values: dict[str, Any] = {
         "rank": 0,
         "error_class": "RuntimeError",
@@ -249,12 +249,12 @@ def failed_file(seen: RankFailure) -> dict[str, Any]:
 
 
 def options(family: str = "zero", *arguments: str) -> Options:
-    """The Options that these flags give."""
+    """The Options that these flags define."""
     return parse(family, f"{family}.py", arguments)  # type: ignore[arg-type]
 
 
 def resolved_model(name: str = "tiny", **changes: Any) -> ResolvedModel:
-    """A preset as ``resolve_model`` would give it."""
+    """A preset as ``resolve_model`` would return it."""
     facts = find_preset(name)
     assert facts is not None
     found = ResolvedModel(
@@ -280,10 +280,10 @@ Scripted = str | BaseException | Callable[[Trial], TrialRecord]
 
 
 class FakeLauncher:
-    """A Launcher without processes: plays a script, one entry per trial, and succeeds where it has none.
+    """A Launcher without processes: plays a script, one entry per trial, and succeeds if there is none left.
 
     An entry is a status, a function that makes the record, or an exception to raise. ``Interrupted``
-    is what a real launcher makes of Ctrl-C.
+    is what a real launcher raises on Ctrl-C.
     """
 
     def __init__(self, *script: Scripted, by_strategy: Mapping[str, Scripted] | None = None) -> None:
@@ -308,7 +308,7 @@ class FakeLauncher:
 
 
 def inventory(cards: int = 0, capability: tuple[int, int] = (9, 0)) -> GpuInventory:
-    """A host with ``cards`` alike."""
+    """The GPUs of a host with ``cards`` identical cards."""
     made = (
         GpuFacts(
             index=index,

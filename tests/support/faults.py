@@ -1,7 +1,7 @@
 """Model factories that end a trial in every way a trial can end; each runs inside real rank processes.
 
 Given to the scripts as ``--model-factory faults:NAME``. The model is small and plain: what matters
-is what goes wrong, and on what rank and step.
+is what goes wrong, and on which rank and step.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def fine() -> Tiny:
 
 
 def gradients_divided_twice() -> Tiny:
-    """Divides gradients by the number of ranks, as the reduction that follows does again."""
+    """Divides gradients by the number of ranks, although the reduction that follows does so too."""
     model, ranks = Tiny(), int(os.environ["WORLD_SIZE"])
     for parameter in model.parameters():
         parameter.register_hook(lambda gradient: gradient / ranks)
@@ -56,7 +56,7 @@ def gradients_divided_twice() -> Tiny:
 
 
 def changes_a_frozen_weight() -> Tiny:
-    """One value of the frozen embedding changes in the last step."""
+    """One row of the frozen embedding changes in the last step."""
     model = Tiny(lambda step: model.embedding.weight.data[0].add_(float(step == 3)))
     model.embedding.requires_grad_(False)
     return model
@@ -85,7 +85,7 @@ def device_oom_on_rank_0_after_lost_peer() -> Tiny:
 
 
 def host_allocation_beyond_limit() -> Tiny:
-    """Asks torch's CPU allocator for more than any limit in use here; the refusal is the kernel's."""
+    """Requests more from torch's CPU allocator than any limit used here allows; the kernel refuses it."""
 
     def act(step: int) -> None:
         if step == 1:
@@ -138,7 +138,7 @@ def hangs_at_exit() -> Tiny:
 
 
 def leaves_a_stubborn_grandchild() -> Tiny:
-    """Starts a process of its own session that ignores SIGTERM and would live for hours."""
+    """Starts a process in a session of its own that ignores SIGTERM and would live for hours."""
     code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(10000)"
     subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
     return Tiny()
@@ -174,17 +174,17 @@ def _stage() -> int:
 
 
 def hangs_at_stage_2() -> Tiny:
-    """Works at stage 1; hangs at stages 2 and 3, unless FAULTS_MENDED is set."""
-    return fine() if _stage() == 1 or os.environ.get("FAULTS_MENDED") else hangs()
+    """Works at stage 1; hangs at stages 2 and 3, unless FAULTS_FIXED is set."""
+    return fine() if _stage() == 1 or os.environ.get("FAULTS_FIXED") else hangs()
 
 
 def trains_long_at_stage_2() -> Tiny:
-    """Needs half a second for each forward pass at stage 2, unless FAULTS_MENDED is set; works at other stages."""
-    return fine() if _stage() != 2 or os.environ.get("FAULTS_MENDED") else Tiny(lambda _step: time.sleep(0.5))
+    """Needs half a second for each forward pass at stage 2, unless FAULTS_FIXED is set; works at other stages."""
+    return fine() if _stage() != 2 or os.environ.get("FAULTS_FIXED") else Tiny(lambda _step: time.sleep(0.5))
 
 
 def becomes_another_program() -> Tiny:
-    """Rank 0 and a child in a session of its own become programs without our handlers and variables."""
+    """Rank 0 and a child in a session of its own become other programs, without our handlers and variables."""
 
     def act(step: int) -> None:
         if _rank() == 0 and step == 2:
@@ -196,7 +196,7 @@ def becomes_another_program() -> Tiny:
 
 
 def stops_the_whole_trial() -> Tiny:
-    """Stop every process of the session, the leader first."""
+    """Stops every process of the session, the leader first."""
 
     def act(step: int) -> None:
         if _rank() == 0 and step == 2:

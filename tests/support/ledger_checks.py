@@ -1,4 +1,4 @@
-"""Holds the predicted memory of a trial against the tensors that it really had."""
+"""Compares the predicted memory of a trial with the tensors that it really had."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _fullest(record: TrialRecord) -> dict[tuple[str, str], int]:
 
 
 _STEP_COUNTERS = 1024
-"""Bytes that DeepSpeed and torch hold in single numbers, such as the steps of each tensor."""
+"""Bytes that DeepSpeed and torch hold in single numbers, such as the step count of each tensor."""
 
 
 def check(trial: Trial, profile: ModelProfile, record: TrialRecord) -> None:

@@ -43,4 +43,4 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("dead-key", zero(2, allgather_partitions=True)),
     ("dead-key", zero(3, allgather_bucket_size=100)),
 ]
-"""Name of a rule, and what makes it apply when it is laid over CLEAN; null removes a key."""
+"""Name of a rule, and the keys that make it apply when they are merged into CLEAN; null removes a key."""

@@ -11,7 +11,7 @@ from tests.support.real_trials import make_trial
 
 
 def local_agents(folder: Path) -> Callable[[str], list[str]]:
-    """What starts the agent of a host by its name; its temporary files go to a folder of that name."""
+    """The command that starts the agent of a host, by the host's name; temporary files go to a folder of that name."""
 
     def command_of(host: str) -> list[str]:
         (folder / host).mkdir(exist_ok=True)
@@ -21,5 +21,5 @@ def local_agents(folder: Path) -> Callable[[str], list[str]]:
 
 
 def make_hosts_trial(**more: object) -> Trial:
-    """A trial of one rank on each of the hosts a and b, which their agents start."""
+    """A trial of one rank on each of the hosts a and b, started by their agents."""
     return make_trial(launcher="deepspeed", hosts=(("a", 1), ("b", 1)), master_addr="127.0.0.1", **more)  # type: ignore[arg-type]

@@ -24,4 +24,4 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "falcon": {**_FAMILY, "new_decoder_architecture": False},
     "mamba": {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 3, "state_size": 8},
 }
-"""Without arithmetic of ours: layers of two kinds (gemma2), dropout (phi, gpt_neox), no attention (mamba)."""
+"""Families without formulas of ours: layers of two kinds (gemma2), dropout (phi, gpt_neox), no attention (mamba)."""

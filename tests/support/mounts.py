@@ -1,4 +1,4 @@
-"""File systems of their own, to be filled."""
+"""Small file systems for a test to fill."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Recorded answers of NVML, replayed as the ``pynvml`` module: real machines for tests without a GPU.
 
 A recording (``nvml/*.json``) holds ``calls``: the text of each call → its answer. ``scripts/gpu_probe.py`` makes them
-on a real machine. Those here were written from public texts of ``nvidia-smi -q``, which ``source`` names; calls
-whose answer the text does not hold are listed in ``unknown`` and fail when they are replayed. A structure is an object
-with its fields, a handle is the text ``GPU 0`` or ``GPU 0 MIG 1``, and ``{"error": NAME}`` is an error of NVML.
+on a real machine. Those here were written from published output of ``nvidia-smi -q``, which ``source`` names; calls
+whose answer it does not contain are listed in ``unknown`` and fail when they are replayed. A structure is an object
+with its fields, a handle is the text ``GPU 0`` or ``GPU 0 MIG 1``, and ``{"error": NAME}`` is an NVML error.
 
 Only the standard library is used, since simulated ranks import this module in place of ``pynvml``.
 """
@@ -34,7 +34,7 @@ class NvmlReplay:
         self.calls: dict[str, Any] = recording["calls"]
         """Tests may replace an answer, e.g. the bytes in use."""
         self.unknown: list[str] = recording["unknown"]
-        """Functions whose answer the source does not hold, and fields of structures as ``FUNCTION (FIELD)``."""
+        """Functions whose answer the source does not contain, and fields of structures as ``FUNCTION (FIELD)``."""
 
     def nvmlInit(self) -> None: ...  # noqa: N802
 

@@ -1,4 +1,4 @@
-"""Questions about memory: a toy model that is worked by hand, and Llama-2-7B."""
+"""Questions about memory: a toy model that is worked out by hand, and Llama-2-7B."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def make_trial(
     largest_parameter: int | None = None,
     **placement: Any,
 ) -> Trial:
-    """A trial of two CPU ranks; of ``faults.<fault>`` unless a workload is given."""
+    """A trial of two CPU ranks that trains ``faults.<fault>`` unless a workload is given."""
     row = row or strategies.make_configuration(strategies.ZERO_STAGES[1])
     place = Placement(**{"accelerator": "cpu", "num_gpus": 2, **placement})
     work = workload or Workload(
@@ -67,7 +67,7 @@ class Script:
         return self.process.returncode, out, err
 
     def wait_for(self, condition: Callable[[], bool], seconds: float = 120) -> None:
-        """Until something is so; fails when the script ends before, or time runs out."""
+        """Waits until the condition holds; fails if the script ends first, or time runs out."""
         deadline = time.monotonic() + seconds
         while not condition():
             assert self.process.poll() is None, f"ended early: {self.process.communicate()}"
@@ -95,7 +95,7 @@ def free_port() -> int:
 
 
 def gone_within(pids: set[int], seconds: float) -> set[int]:
-    """Which of the processes still live when time is up."""
+    """Waits for the processes to end. Returns those still alive when time is up."""
     deadline = time.monotonic() + seconds
     while (left := {pid for pid in pids if processes.is_alive(pid)}) and time.monotonic() < deadline:
         time.sleep(0.05)

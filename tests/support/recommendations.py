@@ -1,4 +1,4 @@
-"""Records of rows on 80 GB cards, and what is recommended of them."""
+"""Records of rows on 80 GB cards, and the recommendations made from them."""
 
 from __future__ import annotations
 

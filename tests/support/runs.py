@@ -1,4 +1,4 @@
-"""Runs of a success whose ranks a test gives."""
+"""Successful runs, with the ranks that a test gives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CUDA = fakes.placement(accelerator="cuda", num_gpus=1)
 
 
 def record_of(*ranks: RankMeasurement, **changes: Any) -> TrialRecord:
-    """A success of these ranks, whatever the trial says."""
+    """A success with these ranks, whatever the trial says."""
     trial = fakes.trial(on=replace(CUDA, num_gpus=len(ranks)), **changes)
     numbered = tuple(replace(rank, rank=number, world_size=len(ranks)) for number, rank in enumerate(ranks))
     return replace(fakes.success(trial), ranks=numbered)

@@ -1,4 +1,4 @@
-"""Comparisons and reports for the tests of what renders them, made by hand so that they depend on no analysis."""
+"""Comparisons and reports for the tests of their rendering, made by hand so that they depend on no analysis."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def failed(strategy: Configuration, **changes: Any) -> Run:
 
 
 def row(label: str, *runs: Run, **changes: Any) -> ComparisonRow:
-    """A row of these runs, computed by plain means; the key is the label."""
+    """A row of these runs, computed with plain means; the key is the label."""
     good = [one for one in runs if one.outcome.success]
     tokens = [one.row.throughput_tokens_per_sec or 0.0 for one in good]
     middle = sorted(tokens)[len(tokens) // 2] if tokens else None
@@ -81,7 +81,7 @@ def row(label: str, *runs: Run, **changes: Any) -> ComparisonRow:
 
 
 def comparison(*rows: ComparisonRow, **changes: Any) -> Comparison:
-    """Against the first row; every row on the device front that is both measured and not beaten."""
+    """Compared with the first row. The device front has every measured row that is not beaten."""
     good = [one for one in rows if one.tokens_per_second and one.gpu_peak_bytes]
     front = tuple(
         one.key

@@ -1,4 +1,4 @@
-"""The whole way from flags to exit code on a machine without processes."""
+"""A whole run, from flags to exit code, on a machine without processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Run = Callable[..., int]  # the text of a recipe and flags → the exit code of 
 
 
 class ScriptedRun:
-    """A machine without processes: scripted trials, ops that are ready, no cards, compilers taken as installed."""
+    """A machine without processes: scripted trials, ops that are ready, no cards, compilers assumed to be installed."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.output = folder / "out"
@@ -46,13 +46,13 @@ class ScriptedRun:
 
     @property
     def folder(self) -> Path:
-        """Of the only run."""
+        """The folder of the only run."""
         (folder,) = (self.output / "runs").iterdir()
         return folder
 
     @property
     def trials(self) -> list[tuple[int, str, int]]:
-        """Sequence length, row and repeat of every trial that was launched last, in order."""
+        """Sequence length, row and repeat of every trial that the last run launched, in order."""
         return [(t.workload.seq_length, t.configuration.name, t.repeat) for t in self.launcher.launched]
 
     def rows(self) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Files that lie outside the repository: tests that read them are skipped where they are absent."""
+"""Files outside the repository: tests that read them are skipped if they are absent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 class FilesAbsent(pytest.skip.Exception):
-    """Skips a test without its files, also in CI."""
+    """Skips a test without its files, even in CI."""
 
 
 def shared_files(folder: str, pattern: str) -> list[Path]:

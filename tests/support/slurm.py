@@ -1,4 +1,4 @@
-"""A Slurm cluster of its own for a test: the distribution's munged, slurmctld and slurmd, on loopback.
+"""A private Slurm cluster for a test: the distribution's munged, slurmctld and slurmd, on loopback.
 
 Each daemon runs in process, mount and host name namespaces of its own, so that a node has a host name and sees no
 process of another node; all of them end with the test, and whatever they started ends with them. The nodes share the
@@ -99,7 +99,7 @@ class SlurmCluster:
 
 
 def why_no_slurm() -> str | None:
-    """Why this machine cannot run a cluster for a test; None where it can."""
+    """Why this machine cannot run a cluster for a test; None if it can."""
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
     missing = [command for command in _COMMANDS if shutil.which(command, path=path) is None]
     if missing:
@@ -110,7 +110,7 @@ def why_no_slurm() -> str | None:
 
 @contextlib.contextmanager
 def running_slurm(nodes: int = 1, cpus: int = 4) -> Iterator[SlurmCluster]:
-    """Starts a cluster of ``nodes`` nodes, node1 onwards, of ``cpus`` processors each; ends and removes it after."""
+    """Starts a cluster of ``nodes`` nodes, node1 onwards, of ``cpus`` processors each; removes it afterwards."""
     folder = Path(tempfile.mkdtemp(prefix="slurm"))
     daemons: list[subprocess.Popen[bytes]] = []
     try:
@@ -127,7 +127,7 @@ def running_slurm(nodes: int = 1, cpus: int = 4) -> Iterator[SlurmCluster]:
         _wait_until(lambda: cluster.run("sinfo", "-h", "-N", "-o", "%T").stdout.split() == idle, daemons, cluster)
         yield cluster
     finally:
-        for daemon in reversed(daemons):  # unshare; the kernel then kills process 1, and so all, of its namespace
+        for daemon in reversed(daemons):  # unshare; the kernel then kills process 1 of its namespace, and so all others
             daemon.kill()
             daemon.wait()
         shutil.rmtree(folder, ignore_errors=True)

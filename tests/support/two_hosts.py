@@ -2,7 +2,7 @@
 
 Each host has namespaces of its own for processes, network, host name, mounts and shared memory, private ``/tmp`` and
 ``/dev/shm``, its own ``/etc/hosts`` and an sshd on its address of the link. Only the two hosts see the link. Nothing
-survives the first process of a host, and the kernel kills that one with the process that made the host.
+outlives the first process of a host, which the kernel kills together with the process that made the host.
 
 Run as a program, this module is that first process.
 """
@@ -35,7 +35,7 @@ NAMES = {"node-a": "192.0.2.1", "node-b": "192.0.2.2"}
 
 
 class NoHostsError(Exception):
-    """This machine has no rights or no programs to make hosts."""
+    """This machine lacks the rights or the programs to make hosts."""
 
 
 @dataclass
@@ -77,9 +77,9 @@ class Host:
         return Path(f"/proc/{self.pid}/root") / str(inside).lstrip("/")
 
     def processes(self, *, with_variable: str = "") -> dict[int, str]:
-        """Process ids and command lines in the host; of those whose environment has a variable of that name.
+        """Process ids and command lines in the host; only those whose environment has ``with_variable``, if given.
 
-        Left out are the first process, ended ones, and the host's sshd with its connections.
+        The first process, ended ones, and the host's sshd with its connections are left out.
         """
         found = {}
         for pid in namespace_members(Path(f"/proc/{self.pid}/ns/pid").readlink()) - {self.pid}:
@@ -93,7 +93,7 @@ class Host:
         return found
 
     def temporary_files(self) -> set[str]:
-        """Paths in the host's ``/tmp`` and ``/dev/shm``, without mount points, and files of locks, which stay."""
+        """Paths in the host's ``/tmp`` and ``/dev/shm``, without mount points and lock files, which stay."""
         mounts = {line.split()[1] for line in Path(f"/proc/{self.pid}/mounts").read_text().splitlines()}
         paths = {f"{inside}/{path.name}" for inside in ("/tmp", "/dev/shm") for path in self.path(inside).iterdir()}
         paths = {path for path in paths if "/ds_bench_lock_" not in path}
@@ -111,7 +111,7 @@ class Host:
             time.sleep(0.02)
 
     def kill(self) -> None:
-        """Ends the host, like a loss of power."""
+        """Ends the host, as a power failure would."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         for process in filter(None, (self.first_process, self.sshd)):
@@ -153,15 +153,15 @@ class TwoHosts:
     """The environment for programs on host ``a``."""
 
     def set_link(self, *, up: bool) -> None:
-        """Plugs the link in or pulls it, at host ``b``."""
+        """Plugs the link in or unplugs it, at host ``b``."""
         self.b.run(["ip", "link", "set", DEVICE, "up" if up else "down"])
 
 
 @contextlib.contextmanager
 def make_two_hosts(folder: Path) -> Iterator[TwoHosts]:
-    """Makes two hosts, and removes them. ``folder``: an empty folder; each host has its own subfolder ``work``.
+    """Makes two hosts, and removes them afterwards. ``folder``: an empty one; each host has its own subfolder ``work``.
 
-    Each host's own name stands for 127.0.1.1 there, as Debian's installer writes it. Raises NoHostsError with the
+    Each host's own name resolves to 127.0.1.1 there, as Debian's installer sets it up. Raises NoHostsError with the
     reason.
     """
     missing = [name for name in TOOLS if shutil.which(name) is None]
@@ -189,7 +189,7 @@ def make_two_hosts(folder: Path) -> Iterator[TwoHosts]:
 
 
 def _variables(host: Host, work: Path) -> dict[str, str]:
-    """What a login shell has, and processors that are busy with nothing else, as everywhere in these tests."""
+    """The variables of a login shell, and processors that nobody else uses, as everywhere in these tests."""
     idle = os.environ.get("DS_BENCH_CPU_ROOT")
     kept = {name: os.environ[name] for name in ("HOME", "USER", "PATH", "LANG") if name in os.environ}
     if idle is not None:
@@ -241,7 +241,7 @@ def _join(a: Host, b: Host) -> None:
 
 
 def _write_ssh_files(folder: Path) -> dict[str, Path]:
-    """Writes what ``/etc/ssh`` is on each host: keys made for this test alone, and who is known and let in."""
+    """Writes the ``/etc/ssh`` of each host: keys made for this test alone, and which hosts and users they trust."""
     folders = {}
     for name, address in NAMES.items():
         ssh = folders[name] = folder / f"ssh of {name}"

@@ -1,6 +1,6 @@
-"""In place of ``ds_bench.worker.preload``: a server without torch, whose ranks measure nothing or train without end.
+"""Stands in for ``ds_bench.worker.preload``: a server without torch, whose ranks measure nothing or train forever.
 
-Run as a program, it kills the server in, between and at the start of trials, and prints how each ended.
+Run as a program, it kills the server during, between and at the start of trials, and prints how each trial ended.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MISSING: list[str] = []
 
 
 def run(folder: Path, *, rank: int, local_rank: int, world_size: int) -> int:
-    """A rank: keeps beating if the trial is called endless, else writes its file."""
+    """A rank: beats once, then sleeps if the trial is called endless, else writes its file."""
     from tests.support import fakes
 
     HeartbeatWriter(folder, rank).beat("step", 1)
@@ -78,7 +78,7 @@ def main(base: Path) -> None:
         return record
 
     def kill(word: bytes) -> None:
-        # The server before what it has forked: process ids wrap around.
+        # The server before its forks, whose process ids may be smaller, since they wrap around.
         victims = sorted(_processes(word), key=lambda pid: pid != launcher._server_pid)
         processes.send_signal(victims, signal.SIGKILL)
         while any(map(processes.is_alive, victims)):

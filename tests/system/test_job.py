@@ -274,7 +274,7 @@ def test_node_that_does_not_come_and_a_first_node_that_is_another_program_are_on
 ) -> None:
     for name, seconds in (("WAIT_SECONDS", 3.0), ("_QUIET_SECONDS", 0.0), ("_RETRY_SECONDS", 0.05)):
         monkeypatch.setattr(job, name, seconds)
-    missing = r"node 1 of torchrun did not connect .*only this machine reaches.* --hostfile"
+    missing = r"node 1 of torchrun did not connect .*only this machine can reach.* --hostfile"
     with pytest.raises(PreflightError, match=missing):
         job.connect_nodes(nodes)
     assert "waiting at 127.0.0.1 port" in capfd.readouterr().err
@@ -283,7 +283,7 @@ def test_node_that_does_not_come_and_a_first_node_that_is_another_program_are_on
     with job._listen(nodes) as listener:
         false = threading.Thread(target=_challenge, args=(listener,))
         false.start()
-        with pytest.raises(PreflightError, match="or has another secret"):
+        with pytest.raises(PreflightError, match="or has a different secret"):
             job.join_first_node(nodes, ["false"], {})
         false.join(60)
     for address, said in (("192.0.2.77", "Cannot assign requested address"), ("no.host.invalid", "not known")):

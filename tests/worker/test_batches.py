@@ -84,7 +84,7 @@ def test_a_batch_holds_the_ids_of_its_sequences_and_a_data_loader_keeps_their_or
 
 
 def test_another_file_than_was_checked_and_ids_that_the_model_lacks_are_errors(path: Path) -> None:
-    with pytest.raises(ValueError, match=r"has 606 bytes on .*, where the plan found 20$"):
+    with pytest.raises(ValueError, match=r"has 606 bytes on .*, but the plan found 20$"):
         reader(path, data_tokens=10)
     for smaller in ({"vocabulary": 50}, {"vocab_size": 50}):
         with pytest.raises(ValueError, match="beyond the 50 ids"):

@@ -1,10 +1,11 @@
 """Measures the DeepSpeed training of an unmodified script, and ends the script after the measured steps.
 
-It runs in the script's own interpreter, whatever packages that has. So it imports nothing but the standard library
-until the script has, works from Python 3.9 and DeepSpeed 0.14 on, and uses only public names of DeepSpeed. Modules are
-patched when the script imports them. The same holds for the modules of this package that it loads (:func:`load`), which
-measure memory and CPU load, and classify errors. The request is ``trial.json`` in the trial's folder; the rank's file
-has the form of any other (``records.schema.RankMeasurement``). A test compares the names that are repeated here.
+It runs in the script's own interpreter, whatever packages that has. It therefore imports only the standard library
+until the script imports DeepSpeed, works from Python 3.9 and DeepSpeed 0.14 on, and uses only public names of
+DeepSpeed. Modules are patched when the script imports them. The modules of this package that it loads (:func:`load`)
+follow the same rules; they measure memory and CPU load, and classify errors. The request is ``trial.json`` in the
+trial's folder; the rank's file has the form of any other (``records.schema.RankMeasurement``). A test checks the names
+that are repeated here.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ OWN_KEYS = (
     *("bf16", "bfloat16", "fp16", "torch_autocast"),
     *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
 )
-"""Keys that stay the script's when the row's file replaces its configuration."""
+"""Keys that keep the script's values when the row's file replaces its configuration."""
 
 
 def load(name: str) -> Any:
@@ -58,7 +59,7 @@ def load(name: str) -> Any:
 
 
 def find_root(error: BaseException) -> BaseException:
-    """Return the exception that began the chain: an accident in a ``finally:`` would hide the script's own error.
+    """Return the exception that began the chain: a mishap in a ``finally:`` would hide the script's own error.
 
     The search ends at an exception that a ``raise`` statement put in place of another, because that was intended.
     """
@@ -89,7 +90,7 @@ def tensors_in(value: Any, name: str, depth: int = 0) -> Iterator[tuple[str, Any
 
 
 def count_tokens(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Count the tokens of a micro-batch: all, unpadded, and the sum of their ids. Waits for no device.
+    """Count the tokens of a micro-batch: all, unpadded, and the sum of their ids. Does not wait for the device.
 
     The tokens are ``input_ids``, else ``labels``, else the first integer tensor. A batch without any, such as images
     with one class each, is counted in samples: the first dimension of its first tensor.
@@ -127,7 +128,7 @@ class Hook:
         trial = json.loads((folder / "trial.json").read_text(encoding="utf-8"))["trial"]
         workload = trial["workload"]
         self.warmup_steps, self.num_steps = workload["warmup_steps"], workload["num_steps"]
-        self.asked_engine = workload["script"]["engine"]
+        self.requested_engine = workload["script"]["engine"]
         self.overrides = workload["script"]["config_source"] == "override"
         self.config = json.loads((folder / "ds_config.json").read_text(encoding="utf-8"))
         self.emulated_bytes = trial["placement"]["gpu_memory_limit_bytes"]
@@ -170,7 +171,7 @@ class Hook:
         return bool(self.meter.accelerator == "cuda")
 
     def note_device(self) -> None:
-        """Note whether the script uses a GPU: with its engine made, it does so now or never."""
+        """Note whether the script uses a GPU: once its engine is made, it does so now or never."""
         torch: Any = sys.modules["torch"]
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             self.meter.accelerator = "cuda"
@@ -203,7 +204,7 @@ class Hook:
             return False
         if self.main is not None:
             return engine is self.main
-        return self.asked_engine in (None, self.name_of(engine))
+        return self.requested_engine in (None, self.name_of(engine))
 
     def before_forward(self, engine: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         if not self.measures(engine) or not sys.modules["torch"].is_grad_enabled():
@@ -258,7 +259,7 @@ class Hook:
             self.finish()
 
     def mark(self) -> Any:
-        """Return a moment between steps: a device event, so that nothing waits for it, or the clock."""
+        """Return a mark between steps: a device event, so that nothing waits for it, or the time."""
         if not self.is_cuda:
             return time.perf_counter()
         import torch
@@ -395,12 +396,12 @@ class Hook:
         return {**facts, **{name: redaction.without(facts[name], secrets) for name in ("message", "traceback")}}
 
     def on_exception(self, error: BaseException) -> None:
-        # For Ctrl-C no file is written, so that the signal is the cause: Python then ends itself by SIGINT.
+        # For Ctrl-C no file is written, so that the signal counts as the cause: Python then ends itself with SIGINT.
         if self.active and not isinstance(error, KeyboardInterrupt):
             self.write({"failure": self.failure(error)})
 
     def at_exit(self) -> None:
-        """Report that the interpreter ends before the window was full."""
+        """Report that the interpreter is ending before the window is full."""
         if not self.active:
             return
         # Python sets this for an uncaught exception, even if the script has its own sys.excepthook.
@@ -418,7 +419,7 @@ class Hook:
         if not done:
             kind, name = "no_engine", "NoEngine"
             made = f"; it made {', '.join(self.all_names)}" if self.all_names else ""
-            text = f"the script ended without a step of {self.asked_engine or 'a DeepSpeed engine'}{made}"
+            text = f"the script ended without a step of {self.requested_engine or 'a DeepSpeed engine'}{made}"
         facts = {"error_class": name, "message": text, "phase": self.phase, "time": time.time(), "kind": kind}
         # If the script exits with a code, the last line of its output says why.
         self.write({"failure": {"rank": self.rank, "step": done or None, "traceback": self.last_line(), **facts}})
@@ -587,7 +588,7 @@ class Hook:
 
 
 def replace(owner: Any, function: Callable[..., Any]) -> None:
-    """Replace an attribute by the function of the same name, which gets the original as its first argument."""
+    """Replace an attribute with the function of the same name, which gets the original as its first argument."""
     original = getattr(owner, function.__name__)
 
     @functools.wraps(original)
@@ -643,7 +644,7 @@ def install() -> None:
     def note_exception_of_thread(seen: Any) -> None:
         shown_of_thread(seen)
         if hook.active and hook.failure_of_thread is None and isinstance(seen.exc_value, Exception):
-            hook.failure_of_thread = hook.failure(seen.exc_value)  # reported if the script ends early: it may go on
+            hook.failure_of_thread = hook.failure(seen.exc_value)  # reported if the script ends early; it may go on
 
     sys.excepthook, threading.excepthook = note_exception, note_exception_of_thread
     # Registered first, so that it runs after what the script registers.
@@ -679,7 +680,7 @@ def seconds_between(marks: list[Any]) -> list[float]:
 
 
 def finite_number(value: Any) -> float | None:
-    """Return a number or a tensor of one element; None if it is neither, or not finite."""
+    """Return a number, or a tensor of one element, as a float; None if it is neither, or not finite."""
     try:
         number = float(value)
     except (TypeError, ValueError):
@@ -694,7 +695,7 @@ def plain(value: Any) -> Any:
 
 
 def read_config(given: Any) -> dict[str, Any]:
-    """Return a new dict of a DeepSpeed configuration. ``given``: a mapping, or the path of a file."""
+    """Return a DeepSpeed configuration as a new dict. ``given``: a mapping, or the path of a file."""
     if isinstance(given, Mapping):
         return copy.deepcopy(dict(given))
     try:

@@ -10,7 +10,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 _pid = str(os.getpid())
-# Also if the script replaces its process (exec), but not in a child, whose process id differs.
+# Even if the script replaces its process (exec), but not in a child, whose process id differs.
 if "DS_BENCH_SCRIPT" in os.environ and os.environ.setdefault("DS_BENCH_SCRIPT_PID", _pid) == _pid:
     import ds_bench_script_hook  # type: ignore[import-not-found]
 

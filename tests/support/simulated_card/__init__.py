@@ -7,10 +7,11 @@ For any command of this project, two H100 cards unless FOLDER/cards.json says ot
 Without the variable nothing happens. With it an import hook (``import_hook``) changes torch, DeepSpeed and pynvml as
 they are imported: nothing is imported earlier, and ranks can still be forked from the preloaded server.
 
-Simulated: the device of each tensor, and errors of mixed devices (``tensors``); bytes on each card, the segments of
-torch's caching allocator, the card's capacity and torch's out-of-memory error (``memory``); torch.cuda, and NCCL by
-gloo (``cuda``); NVML from recorded answers and the bytes in use (``nvml``). Not simulated: kernels, their speed and
-their temporary memory within one operation; operations that run later than they are called; the memory of NCCL.
+Simulated: the device of each tensor, and errors about mixed devices (``tensors``); bytes on each card, the segments of
+torch's caching allocator, the card's capacity and torch's out-of-memory error (``memory``); torch.cuda, and gloo in
+place of NCCL (``cuda``); NVML from recorded answers and the bytes in use (``nvml``). Not simulated: kernels, their
+speed and their temporary memory within one operation; operations that run later than they are called; the memory of
+NCCL.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any
 
 VARIABLE = "SIMULATED_CARDS"
 SITE = Path(__file__).with_name("site")
-"""Belongs on PYTHONPATH: Python imports its ``sitecustomize`` at the start."""
+"""Belongs on PYTHONPATH: Python imports its ``sitecustomize`` at start-up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,7 @@ class CardPlan:
     """One card and what happens to it."""
 
     machine: str = "h100"
-    """The recording of NVML's answers (``nvml_replay``) of a card of this kind."""
+    """The recording (``nvml_replay``) of NVML's answers from a card of this kind."""
     total_bytes: int | None = None
     """Capacity as CUDA reports it; None: the recorded card's."""
     context_bytes: int = 0
@@ -43,13 +44,13 @@ class CardPlan:
     held_bytes: int = 0
     """Memory of another program."""
     freed_after_seconds: float = 0.0
-    """The driver shows the memory of a process for so long after its end."""
+    """How long the driver still shows the memory of a process after its end."""
     answers: dict[str, Any] = field(default_factory=dict)
     """Calls of NVML whose answer differs from the recording, e.g. ``{"nvmlDeviceGetTemperature(GPU 0, 0)": 91}``."""
     lost_when_used: bool = False
-    """NVML answers nothing about the card from the moment that a process uses it."""
+    """NVML answers nothing about the card once a process uses it."""
     error: str | None = None
-    """Text of the error that every operation on the card raises, once there were ``error_after`` of them."""
+    """Text of the error that every operation on the card raises, after the first ``error_after``."""
     error_after: int = 0
 
 

@@ -1,4 +1,4 @@
-"""torch.cuda on a simulated card, NCCL by gloo, and what else of torch asks for a GPU."""
+"""torch.cuda on a simulated card, gloo in place of NCCL, and whatever else in torch requires a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .nvml import simulated_card
 
 
 class Event:
-    """A moment on the host's clock: operations have ended when their call returns."""
+    """A moment on the host's clock, since operations have ended when their call returns."""
 
     def __init__(self, enable_timing: bool = False, **_: Any) -> None:
         self._is_timed, self._moment = enable_timing, -1.0
@@ -40,7 +40,7 @@ _stream_numbers = itertools.count()
 
 
 class Stream:
-    """Runs everything at once; memory that is allocated within its context belongs to it."""
+    """Runs everything immediately; memory that is allocated within its context belongs to it."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.cuda_stream = self.stream_id = next(_stream_numbers)
@@ -76,7 +76,7 @@ class Device:
 
 
 def _always(value: Any) -> Callable[..., Any]:
-    """A function of its own for each use: torch._dynamo has a table of torch.cuda's functions."""
+    """A separate function for each use, since torch._dynamo has a table of torch.cuda's functions."""
     return lambda *_, **__: value
 
 
@@ -162,7 +162,7 @@ def _devices(torch: Any) -> dict[str, Any]:
 
 
 def _memory() -> dict[str, Any]:
-    """Only what torch asks of C++: its other functions look into these statistics (torch/cuda/memory.py)."""
+    """Only what torch calls in C++; its other functions read these statistics (torch/cuda/memory.py)."""
 
     def statistics(*_: Any, **__: Any) -> dict[str, Any]:
         sizes = {
@@ -187,7 +187,7 @@ def _memory() -> dict[str, Any]:
 
 def _random_numbers(torch: Any) -> dict[str, Any]:
     return {
-        "manual_seed": _always(None),  # torch.manual_seed has set the one generator there is
+        "manual_seed": _always(None),  # torch.manual_seed has set the only generator
         "manual_seed_all": _always(None),
         "initial_seed": _calling(torch.initial_seed),
         "get_rng_state": _calling(torch.get_rng_state),

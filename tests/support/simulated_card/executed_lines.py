@@ -1,7 +1,7 @@
-"""Records each statement of chosen files when it first runs: ranks end by os._exit, which skips handlers at exit.
+"""Records each statement of chosen files when it first runs: ranks end with os._exit, which skips exit handlers.
 
 These files are changed as they are compiled, because a trace function would nearly double the time of importing torch.
-Only what Python runs before or beside its import system is traced: a script's hook, and a file that is a program.
+Only what Python runs before or outside its import system is traced: a script's hook, and a file that is a program.
 """
 
 from __future__ import annotations

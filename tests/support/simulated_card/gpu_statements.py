@@ -20,7 +20,7 @@ _CONFIGURED = re.compile(
     r"num_gpus|watch_rank|gpu_memory_limit_bytes|every_gpu|_CudaKernelMode|CUDA_VISIBLE_DEVICES|OWN_KEYS[^=]*=.*",
     re.DOTALL,
 )
-"""Names of settings, which other trials have too."""
+"""Names of settings, which trials without a GPU have too."""
 _ON_CPU = re.compile(r"\bnot \S*cuda|!= \"cuda\"|== \"cpu\"|torch_cuda is None")
 
 

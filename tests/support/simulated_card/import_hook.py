@@ -49,7 +49,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             return importlib.util.spec_from_file_location(fullname, Path(__file__).with_name("nvml.py"))
         if (change := _CHANGES.pop(fullname, None)) is None:
             return None
-        spec = importlib.util.find_spec(fullname)  # of the other finders: this name is no longer in the table
+        spec = importlib.util.find_spec(fullname)  # found by the other finders: this name is no longer in the table
         assert spec is not None
         assert spec.loader is not None
         execute = spec.loader.exec_module

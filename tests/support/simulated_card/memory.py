@@ -1,5 +1,5 @@
-"""The memory of this rank's card: the storages on it, the segments that torch's caching allocator would take for them,
-and its error where they do not fit.
+"""The memory of this rank's card: the storages on it, the segments that torch's caching allocator would reserve for
+them, and its error if they do not fit.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ class CardMemory:
         """The stream that memory is allocated for now, 0 for the default one, and how many operations there were."""
         self.events: list[tuple[Any, ...]] | None = None
         """A program that wants them sets a list: ``(block, bytes, stream)`` of each allocation, ``(block,)`` of each
-        free, and ``()`` when the cache is released. A number of a block may be used again when it is free."""
+        free, and ``()`` when the cache is released. A block's number may be used again once it is free."""
         self.live: dict[int, tuple[Block | None, int, weakref.ref[Any]]] = {}
-        """Address of each storage on the card → its block, its bytes, and what notices its end."""
+        """Address of each storage on the card → its block, its bytes, and the reference that notices its end."""
         self.pinned: dict[int, weakref.ref[Any]] = {}
-        """The same of page-locked storages of the host."""
+        """The same for page-locked storages of the host."""
         self._nvml: SimulatedCard | None = None
         self._published: mmap.mmap | None = None
         self._others_bytes, self._others_read = 0, 0.0
 
     def use(self, index: int) -> None:
-        """Make a card this process's own, as the creation of a CUDA context does. ``index``: of the visible ones."""
+        """Make a card this process's own, as the creation of a CUDA context does. ``index``: among the visible ones."""
         if self._nvml is not None and index == self.index:
             return
         self.index, card = index, visible_cards()[index]
@@ -63,7 +63,7 @@ class CardMemory:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of the card that no process has."""
+        """Bytes of the card that no process uses."""
         self._read_others(0.0)
         return max(0, self.capacity - self._others_bytes - self._own_bytes())
 
@@ -102,11 +102,11 @@ class CardMemory:
         self._publish()
 
     def check_room(self, size: int) -> None:
-        """Raise torch.OutOfMemoryError if a block of this size has no room."""
+        """Raise torch.OutOfMemoryError if a block of this size does not fit."""
         self.allocator.free(self._allocate(size))
 
     def run_into_errors(self) -> None:
-        """Raise the error that the plan of the card has for this moment. Called before each operation."""
+        """Raise the error that the card's plan sets for this moment. Called before each operation."""
         self.operations += 1
         if self.plan.error is not None and self.operations > self.plan.error_after:
             import torch
@@ -134,7 +134,7 @@ class CardMemory:
         return min(int(self.capacity * self.fraction), self.capacity - self._others_bytes - self.plan.context_bytes)
 
     def _read_others(self, seconds: float) -> None:
-        """Read what other processes have on the card, unless that was done within the last ``seconds``."""
+        """Read how much other processes use on the card, unless that was done within the last ``seconds``."""
         if self._nvml is not None and time.monotonic() - self._others_read >= seconds:
             self._others_bytes = sum(size for process, size in self._nvml.processes if process != os.getpid())
             self._others_read = time.monotonic()

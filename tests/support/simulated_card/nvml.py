@@ -1,4 +1,4 @@
-"""The module ``pynvml`` of the simulated machine: each card answers as a recorded one, with the bytes in use on it."""
+"""The module ``pynvml`` of the simulated machine: cards answer like recorded ones, with the bytes in use on them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class NVMLError_GpuIsLost(NVMLError): ...  # noqa: N801, N818
 
 
 OTHER_PROGRAM = 999_999
-"""Process number of the program that holds ``CardPlan.held_bytes``."""
+"""Process id of the program that holds ``CardPlan.held_bytes``."""
 
 
 class SimulatedCard:
@@ -36,12 +36,12 @@ class SimulatedCard:
         return self._plan.total_bytes or int(memory["total"] - memory["reserved"])
 
     def recorded(self, name: str) -> Any:
-        """The recorded answer of a call about the card, lost or not."""
+        """The recorded answer to a call about the card, lost or not."""
         return getattr(self._replay, name)("GPU 0")
 
     @property
     def processes(self) -> list[tuple[int, int]]:
-        """Process and bytes, of the other program too."""
+        """Process id and bytes, including those of the other program."""
         found = sorted(used_bytes(self._index, self._plan.freed_after_seconds))
         return [*found, *([(OTHER_PROGRAM, self._plan.held_bytes)] if self._plan.held_bytes else [])]
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's ops on a simulated card: the CPU accelerator's from its own cache, and FusedAdam by torch."""
+"""DeepSpeed's ops on a simulated card: the CPU accelerator's from its own cache, and FusedAdam from torch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _multi_tensor_adam(
     chunk_size: int, noop_flag: Any, tensors: list[list[Any]], lr: float, beta1: float, beta2: float, eps: float,
     step: int, adam_w_mode: int, bias_correction: int, weight_decay: float,
 ) -> None:  # fmt: skip
-    """DeepSpeed's kernel (csrc/adam/multi_tensor_adam.cu), by torch's fused one, which allocates nothing either."""
+    """In place of csrc/adam/multi_tensor_adam.cu of DeepSpeed: torch's fused kernel, which allocates nothing either."""
     import torch
 
     assert bias_correction

@@ -1,7 +1,7 @@
 """Gives each tensor the device that it would have. Nothing is a subclass, and all bytes are in the host's memory.
 
-``CARD.live`` has the storages on the card. One dispatch mode per rank adds the results of every operation that asks for
-a card or reads a tensor on it; ``Tensor.device`` and its kin look there.
+``CARD.live`` has the storages on the card. One dispatch mode per rank adds the results of every operation that requests
+a card or reads a tensor on it; ``Tensor.device`` and its relatives look there.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _MAY_MIX_DEVICES = (
     *("copy_", "_to_copy", "_foreach_copy", "index", "index_put", "set_", "resize_", "is_same_size", "equal"),
     *("_pin_memory", "is_pinned", "record_stream", "_has_compatible", "lift_fresh"),
 )
-"""Beginnings of the names of operations that CUDA allows on tensors of several devices."""
+"""How the names of operations begin that CUDA allows on tensors of different devices."""
 _SIZED_AHEAD_BYTES = 16 * 2**20
-"""Of an operation that reads more, and of one that makes a tensor from nothing, the result is sized before it runs."""
+"""If an operation reads more, or makes a tensor from nothing, its result is sized before it runs."""
 
 
 def install(torch: Any) -> None:  # noqa: C901 - one function for each method of a tensor that is replaced
@@ -30,7 +30,7 @@ def install(torch: Any) -> None:  # noqa: C901 - one function for each method of
     tensor_type = torch.Tensor
     newborn: set[int] = set()
     """Storages that C++ requested on "cpu" within the running operation, with the options of a tensor on the card: the
-    mask of attention, zeros for a missing gradient. They belong to the card once they meet a tensor there."""
+    attention mask, zeros for a missing gradient. They belong to the card once they meet a tensor there."""
     copying_to_host, making_ddp = False, 0
 
     def storage_of(tensor: Any) -> Any:
@@ -53,7 +53,7 @@ def install(torch: Any) -> None:  # noqa: C901 - one function for each method of
         return card_devices[CARD.index] if real.type == "cpu" and is_on_card(tensor) else real
 
     def place_of(wanted: Any) -> Any:
-        """The device of an argument; None for what names none."""
+        """The device of an argument; None if it names none."""
         if isinstance(wanted, bool) or not isinstance(wanted, (str, int, plain_device)):
             return None
         place = card_devices[wanted] if isinstance(wanted, int) else plain_device(wanted)
@@ -111,12 +111,12 @@ def install(torch: Any) -> None:  # noqa: C901 - one function for each method of
 
         def _check_devices(self, function: Any, inputs: list[Any]) -> tuple[bool, bool]:
             """Whether an operation reads the card, and whether all it reads may turn out to be there."""
-            lying = [(each, each.untyped_storage()) for each in inputs if real_device(each).type == "cpu"]
-            reads_card = any(storage._cdata in CARD.live for _, storage in lying)
-            young = [storage for _, storage in lying if storage._cdata in newborn]
+            held = [(each, each.untyped_storage()) for each in inputs if real_device(each).type == "cpu"]
+            reads_card = any(storage._cdata in CARD.live for _, storage in held)
+            young = [storage for _, storage in held if storage._cdata in newborn]
             on_host = [
                 tensor
-                for tensor, storage in lying
+                for tensor, storage in held
                 if storage._cdata not in CARD.live
                 and storage._cdata not in newborn
                 and tensor.numel()
@@ -132,7 +132,7 @@ def install(torch: Any) -> None:  # noqa: C901 - one function for each method of
             if reads_card:
                 for storage in young:
                     CARD.add(storage)
-            return reads_card, len(young) == len(lying)
+            return reads_card, len(young) == len(held)
 
         def _is_result_on_card(self, name: str, wanted: Any, reads_card: bool) -> bool:
             if wanted is not None and wanted.type == "cuda":
@@ -141,7 +141,7 @@ def install(torch: Any) -> None:  # noqa: C901 - one function for each method of
                 return True
             if copying_to_host and name in ("clone", "_to_copy"):
                 return False
-            # C++ passes the device of a tensor on, which is "cpu" to it, where only the type changes.
+            # If only the type changes, C++ passes on the device of the tensor, which is "cpu" to it.
             return reads_card and (wanted is None or name == "_to_copy")
 
     mode: list[Any] = []
@@ -280,7 +280,7 @@ def _python_call() -> tuple[int, int]:
 def _run_collective(torch: Any, function: Any, args: Any, kwargs: Any) -> Any:
     """Run a collective to its end, on copies, because gloo's threads keep what they sent for a moment afterwards.
 
-    What a gather reads stays as long as its copy does, which the handle has: NCCL keeps it too until it is waited for.
+    The input of a gather lives as long as its copy, which the handle holds: NCCL keeps it too until it is waited for.
     """
     from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -305,8 +305,9 @@ def _run_collective(torch: Any, function: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _flash_temporaries(function: Any, inputs: list[Any]) -> list[int]:
-    """Memory that CUDA's kernel for the backward pass of flash attention has besides: the query's gradient in fp32, and
-    the softmax's, of a sequence padded to 128 (csrc/flash_attn/flash_api.cpp, ``dq_accum``, ``softmax_d``)."""
+    """Temporary memory of CUDA's kernel for the backward pass of flash attention: the query's gradient in fp32, and the
+    softmax's, for a sequence padded to a multiple of 128 (csrc/flash_attn/flash_api.cpp, ``dq_accum``,
+    ``softmax_d``)."""
     if "flash_attention_for_cpu_backward" not in function._opname:
         return []
     batch, heads, length, width = inputs[1].shape
