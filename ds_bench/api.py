@@ -376,7 +376,7 @@ class PlannedRow:
     min_gpus: int | None
     """GPUs needed; None if not requested or no number is enough."""
     max_batch: int | None
-    """Largest micro-batch; None if not requested or even one sequence does not fit."""
+    """Largest micro-batch; None if not requested or if not even one sequence fits."""
     gpu_reserved_bytes: int | None
     """GPU memory it reserves when there is room to spare: with this much it ``fits``. None if a part is not counted."""
     decided_in: str

@@ -5,7 +5,7 @@
     DsBenchError                 one line and its remedy; never a traceback
     ├── UsageError               a flag, a value or a file the user gave is wrong (exit 2)
     ├── PreflightError           this machine is not ready for the plan (exit 2)
-    ├── ResultsNotWrittenError   the results disk is full, or their folder can no longer be written to (exit 1)
+    ├── ResultsNotWrittenError   the disk of the results is full, or their folder can no longer be written to (exit 1)
     └── BenchmarkFailedError     a benchmark's run did not succeed (``benchmarks``; exit 1)
 
 The failure of a *trial* is not an exception but a value: see ``records.schema.Outcome``.
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 
 class DsBenchError(Exception):
-    """Something the user can fix. ``str()`` gives one line: what is wrong. What to do."""
+    """Something the user can fix. ``str()`` gives one line: what is wrong, then what to do."""
 
     exit_code = 2
 

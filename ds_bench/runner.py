@@ -117,7 +117,7 @@ def run_comparison(
                 machine = _read_machine(options)
                 script_packages = {} if machine.interpreter is None else machine.interpreter.packages
                 versions.enter_context(use_version(script_packages.get("deepspeed")))
-                if options.resume is not None:  # before anything that the folder names is looked at
+                if options.resume is not None:  # before anything that the folder refers to is checked
                     require_same_machine(RunFolder.open(options.resume), machine.environment)
                 plan, nvme_folder = with_nvme_folder(make_run_plan(points, make_config, machine))
                 _require_resumable(plan)
@@ -525,7 +525,7 @@ class ComparisonRun:
         return launcher
 
     def _search_sizes(self, launcher: Launcher, say: Callable[[str], None]) -> None:
-        """Plan every point that requests it at the largest micro-batch or longest sequence of each row, and save it."""
+        """Plan the points with a search at each row's largest micro-batch or longest sequence, and save the plan."""
         plans = []
         for each in self.plan.plans:
             if each.options.searches_size and each.options.point_text:

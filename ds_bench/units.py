@@ -1,4 +1,4 @@
-"""Bytes, seconds and counts as text, or in units of another scale.
+"""Bytes, seconds and counts as text, or converted to a different unit.
 
 GB means 2**30 bytes everywhere (README.md). A missing value is ``None`` and is shown as an em dash.
 """

@@ -31,7 +31,7 @@ python offload_comparison.py --axis pin_memory=true,false --axis sub_group_size=
 
 A row is named `zero2+overlap_comm=false` in flags such as `--relative-to`, and `ZeRO-2, overlap_comm off` in tables.
 
-- An axis replaces what the strategy, `create_deepspeed_config` or a file of `--configs` says. `--ds-config`, `--set`
+- An axis replaces what the strategy, `create_deepspeed_config` or a file in `--configs` says. `--ds-config`, `--set`
   and the flags of the workload apply to every row, so it is an error if one of them sets the same thing as an axis.
 - A row to which an axis does not apply (`prefetch` at stage 2) appears once, without it, and a note says so. Rows with
   equal configurations are run once.

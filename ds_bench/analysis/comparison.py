@@ -147,8 +147,8 @@ class ComparisonRow:
 
     @property
     def samples_per_second(self) -> float | None:
-        """Geometric mean of the runs' means, for rows whose samples have no length in tokens or a different one from
-        the workload's (a factory that makes its own batches); None for other rows.
+        """Geometric mean of the runs' means, for rows whose samples have no length in tokens, or one different from the
+        workload's (a factory that makes its own batches); None for other rows.
         """
         if self.rate_unit == "samples/s":
             return self.tokens_per_second
@@ -521,9 +521,9 @@ def _apart_caveats(rows: Sequence[Sequence[Run]]) -> Iterator[Caveat]:
 
 
 def device_capacity_bytes(runs: Sequence[Run], environments: Sequence[Environment]) -> int | None:
-    """Memory of the smallest GPU, real or emulated, that a rank reported; if no rank did, of the environments.
+    """Memory of the smallest GPU, real or emulated, that a rank reported.
 
-    None on the CPU accelerator.
+    If no rank did, the smallest in the environments. None on the CPU accelerator.
     """
     on_gpus = [run for run in runs if run.row.accelerator == "cuda"]
     read = [run.stored for run in on_gpus if isinstance(run.stored, TrialRecord)]

@@ -47,9 +47,9 @@ def causal_flops_per_token(facts: ModelFacts, seq_length: int) -> int:
 
 
 def hardware_flops_per_token(facts: ModelFacts, seq_length: int, activation_checkpointing: bool) -> int:
-    """Return the FLOPs executed per token: with full activation checkpointing 4/3 of the model FLOPs (forward twice).
+    """Return the FLOPs executed per token: 4/3 of the model FLOPs with full activation checkpointing (forward twice).
 
-    With checkpointing slightly too large, because the LM head, outside the checkpointed blocks, is not recomputed.
+    Slightly too large with checkpointing, because the LM head, outside the checkpointed blocks, is not recomputed.
     """
     flops = model_flops_per_token(facts, seq_length)
     # Forward is a third of forward and backward; both terms are multiples of six, so the division is exact.

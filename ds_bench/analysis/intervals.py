@@ -220,8 +220,8 @@ class RowRatios:
 
         Between a row and the baseline the level follows Holm's method, so that the interval excludes 1 exactly if that
         method finds a difference. Between two other rows it is Bonferroni's level for all pairs, so that the fastest
-        row may be compared although nobody knew beforehand which one it is. The level for one row against all others
-        would be too weak: the fastest row is chosen because it is ahead, so any pair may be the one compared.
+        row may be compared although nobody knew beforehand which one it would be. The level for one row against all
+        others would be too weak: the fastest row is chosen because it is ahead, so any pair may be the one compared.
         """
         if row == other or row not in self._index or other not in self._index:
             return None
@@ -291,7 +291,7 @@ def holm_levels(probabilities: Sequence[float], family_level: float) -> list[flo
 
 
 class RunFit:
-    """The least-squares fit of the rows' levels, a trend and, if they differ, rounds to the runs of one comparison."""
+    """The least-squares fit to the runs of one comparison: the rows' levels, a trend, and rounds if they differ."""
 
     def __init__(
         self, rows: Sequence[int], rounds: Sequence[int], positions: Sequence[float], logs: Sequence[float]

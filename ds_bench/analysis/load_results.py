@@ -204,7 +204,7 @@ def _is_row_of(row: Row, entry: StoredRecord) -> bool:
     window_seconds = (row.avg_step_time_ms or 0.0) / 1000 * row.num_steps
     if not math.isclose(window_seconds, entry.window_seconds, rel_tol=1e-6):
         return False
-    if row.script is not None:  # its lengths vary, so only its record knows its tokens
+    if row.script is not None:  # a script's sequence lengths vary, so only the record knows its tokens
         return True
     sizes = (row.batch_size, row.grad_accum, row.data_parallel_size, row.seq_length, row.num_steps)
     tokens = math.prod(size or 0 for size in sizes)

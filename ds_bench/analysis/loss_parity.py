@@ -41,13 +41,13 @@ _QUIRK_LOSS_TOLERANCE = 0.02
 _QUIRK_WEIGHT_TOLERANCE = 0.3
 """The same for the weights (see ``_WEIGHT_TOLERANCE``).
 
-The first update of a row with the quirk is 0.74 of the correct one, the next two are 0.86 and 0.91 of it: its weight
-change is off by 0.26 after one step and by 0.10 after twelve.
+The first three updates of a row with the quirk are 0.74, 0.86 and 0.91 times the correct ones: its weight change is
+off by 0.26 after one step and by 0.10 after twelve.
 """
 _SHORT_STEPS = 25
 """A trial without warm-up has no early window; up to this many steps its total weight change is compared."""
 _WINDOW_STEPS = 5
-"""Steps of an early window (worker/weight_change.py) where the warm-up is long enough; tolerances are for this many."""
+"""Steps of an early window (worker/weight_change.py) if the warm-up is long enough; tolerances are for this many."""
 _WEIGHT_TOLERANCE = {"fp32": 2e-3, "bf16": 5e-2, "fp16": 5e-2}
 """Distance between two rows' weight changes in the early window, relative to the reference's, that rounding explains.
 
@@ -282,7 +282,7 @@ def _other_adam_implementation(first: Run, run: Run) -> Caveat | None:
 def _reference_row(group: _Group) -> Run | None:
     """Return the reference row, see ``compare_losses``; None if every row has the quirk.
 
-    A row that did not train, or not with the requested settings, is the reference only if that is true of every row.
+    A row that did not train, or did not use the requested settings, is the reference only if that is true of every row.
     """
     rows: dict[str, list[Run]] = {}
     for run in group.values():
@@ -312,7 +312,7 @@ def _reference_row(group: _Group) -> Run | None:
 
 
 def _trained_as_requested(run: Run) -> bool:
-    """Whether the optimizer's settings that were read back agree with the configuration, as far as both are known."""
+    """Whether the optimizer settings read back agree with the configuration wherever both are known."""
     config = run.trial.ds_config
     requested = (config.get("optimizer") or {}).get("params") or {}
     changing = {"lr"} if config.get("scheduler") else set()

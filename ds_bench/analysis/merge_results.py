@@ -83,7 +83,7 @@ class _GroupBuilder:
         return work_key(ours, leave_out=leave_out) == work_key(theirs, leave_out=leave_out)
 
     def differences(self, other: _GroupBuilder) -> list[str]:
-        """Return differences in hardware, versions and method. An environment that only one side has counts as one."""
+        """Return differences in hardware, versions and method, including an environment that only one side has."""
         ours, theirs = self.environment, other.environment
         found = []
         if ours is not None and theirs is not None:

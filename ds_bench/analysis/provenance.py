@@ -159,7 +159,7 @@ _NAMED = (
 
 
 def unnamed_values(trial: Trial) -> Iterator[tuple[str, Any]]:
-    """Return the values of a sweep's point that a title does not show anyway."""
+    """Return the values of a sweep's point that a title does not already show."""
     return ((path, value) for path, value in trial.point.items() if path not in _NAMED)
 
 

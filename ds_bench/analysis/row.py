@@ -1,4 +1,4 @@
-"""The columns of JSON and CSV (:class:`Row`, docs/metrics.md), computed from a record, and :class:`Run`: both together.
+"""The columns of JSON and CSV (:class:`Row`, docs/metrics.md), computed from a record; :class:`Run` holds both.
 
 A column is declared once, with its meaning, source and unit. ``_gb`` is 2**30 bytes, ``_ms`` milliseconds; None means
 not measured.
@@ -826,8 +826,8 @@ def make_run(
 ) -> Run:
     """Compute the row of a trial from its record.
 
-    ``facts``: of its model; None leaves out FLOPs and MFU. ``peak_flops``: FLOP/s of one device in the trial's
-    precision; None leaves out MFU.
+    ``facts``: of its model, for FLOPs by formula; None: FLOPs as counted, if they were. ``peak_flops``: FLOP/s of one
+    device in the trial's precision; None leaves out MFU.
     """
     if record.trial.workload.lora is not None or record.trial.workload.freeze is not None:
         facts = None  # no FLOP formula covers a model that is trained in part

@@ -413,7 +413,7 @@ def _categories(a: Mapping[str, int], b: Mapping[str, int]) -> tuple[CategoryDif
 
 
 def _savings(row: ComparisonRow) -> list[Saving]:
-    """Return the largest savings of the row's training memory, as predicted when its trial had ended."""
+    """Return the largest savings in the row's training memory, as predicted when its trial had ended."""
     prediction = stored_prediction(row.representative.trial)
     if prediction is None:
         return []

@@ -2,8 +2,8 @@
 
 A script may draw its data after it has built its model, and so train on different data at stages 2 and 3 with losses
 that hardly differ. Times are comparable only between equal steps, so different parameters or tokens disqualify a row.
-Data and losses may differ on purpose, for example in training on generated text, so those differences do not
-disqualify.
+Data and losses may differ on purpose, for example when training on generated text, so those differences do not
+disqualify it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _differences(reference: Run, run: Run) -> Iterator[Caveat]:
 
 
 def _other_step(theirs: RankMeasurement, own: RankMeasurement, row: str) -> Caveat | None:
-    """The caveat of the first step whose tokens, micro-steps or data differ; None if all are equal."""
+    """Return the caveat for the first step whose tokens, micro-steps or data differ; None if all are equal."""
     mine, other = own.script, theirs.script
     assert mine is not None
     assert other is not None

@@ -148,7 +148,7 @@ def _script_caveats(record: TrialRecord, usual: Sequence[float], evaluated: Sequ
     """Yield the caveats of one trial of a script: an engine that is not its row's, ways in which its DeepSpeed departs
     from the configuration, evaluations and saves.
 
-    ``usual``, ``evaluated``: of :func:`_usual_steps`.
+    ``usual``, ``evaluated``: from :func:`_usual_steps`.
     """
     asked, rank = record.trial.configuration, record.slowest_rank
     script = rank.script

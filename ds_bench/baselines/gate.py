@@ -25,7 +25,7 @@ DEFAULT_PATH = Path("baselines.json")
 _MAX_SHOWN_RISE, _MAX_SHOWN_FALL = 100.0, 0.9995
 """Rise in memory and fall in throughput, as fractions of the baseline, above which no number is shown."""
 _LOWEST_EXCUSED_RATIO = 0.5
-"""Throughput as a fraction of the baseline, down to which other programs on the same processors excuse a row."""
+"""Lowest throughput, as a fraction of the baseline, that other programs on the same processors excuse."""
 _ROUNDING = 1e-9
 """Relative rounding error of a computed limit, so that a value at the limit does not exceed it."""
 
@@ -269,7 +269,7 @@ class _MetricComparison:
         """The largest change for the worse, as a fraction, that noise would hide; None if not tested."""
         if self.interval is None:
             return None
-        # The interval is equally wide at any ratio on a log scale: it excludes 1 beyond these factors.
+        # On a log scale, the interval is equally wide at any ratio: it excludes 1 beyond these factors.
         center, low, high = self.interval.ratio, self.interval.low, self.interval.high
         if self.more_is_worse:
             return center / low - 1 if low > 0 else math.inf

@@ -325,7 +325,7 @@ def image_size(text: str) -> tuple[int, int]:
 
 
 def path(text: str) -> Path:
-    """Parse a path. Refuse an empty string, as an unset shell variable leaves: it would mean the current folder."""
+    """Parse a path. Refuse an empty string, as left by an unset shell variable: it would mean the current folder."""
     if not text.strip():
         raise argparse.ArgumentTypeError(EMPTY_PATH)
     return Path(text)

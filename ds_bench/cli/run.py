@@ -141,8 +141,9 @@ def _given_values(settings: Sequence[str], flags: Mapping[str, Any]) -> list[tup
 
 
 def _from_current_folder(name: str, value: Any) -> Any:
-    """Return a flag's value as a recipe has it. Paths in a recipe are relative to its folder;
-    paths in a flag are relative to the current folder.
+    """Return a flag's value as it would appear in a recipe.
+
+    Paths in a recipe are relative to its folder, paths in a flag to the current folder.
     """
     if isinstance(value, tuple):
         return [_from_current_folder(name, item) for item in value]

@@ -80,7 +80,7 @@ def fill_in(config: Mapping[str, Any], facts: TrainingFacts) -> tuple[Config, di
     """Replace each "auto" that the Trainer replaces, and leave the others unchanged.
 
     Return the configuration, and path → value of each replaced key, in the order of the Trainer's code. Raises
-    UsageError if the Trainer needs the model's hidden size and it has none.
+    UsageError if the Trainer needs the hidden size of a model that has none.
     """
     zero, sizes = block_of(config, "zero_optimization"), trainer_sizes(facts.hidden_size or 0)
     found = [key for key in sizes if zero.get(key) == AUTO]

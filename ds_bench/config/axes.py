@@ -416,7 +416,7 @@ _TABLE = (
     Axis("allgather_bucket_size", "Communication and buckets", label="allgather bucket",
          keys=(ZERO + "allgather_bucket_size",), numbers=_SIZES, default="5e8", stages=(1, 2), changes=("nothing",),
          meaning="elements of updated parameters gathered together after the step",
-         note="DeepSpeed gathers everything together with torch's all_gather_into_tensor, whatever this size",
+         note="DeepSpeed gathers everything together with torch's all_gather_into_tensor, regardless of this size",
          source="runtime/utils.py, all_gather_dp_groups"),
     Axis("reduce_scatter", "Communication and buckets", keys=(ZERO + "reduce_scatter",), switch=True, default="true",
          stages=(2, 3), changes=("peak", "time"),
@@ -506,7 +506,7 @@ _TABLE = (
                  "overlap: both at the same time",
          note="DeepSpeed takes the accumulation from the update interval (0 if that is auto), so both intervals are "
               "set to the row's accumulation. Not supported at stage 3, where DeepSpeed 0.19.8 transposes every "
-              "matrix of the model, including embeddings, and trains wrongly or fails",
+              "matrix of the model, including embeddings, and trains incorrectly or fails",
          cuda_only="on the CPU accelerator its loss starts at a different value and hardly falls",
          source="runtime/zenflow/engine.py, configure_zenflow; #7759, since 0.17.5"),
     Axis("superoffload", "Offload", keys=(OPTIMIZER + "super_offload",), switch=True, default="false", stages=(3,),
@@ -532,7 +532,7 @@ _TABLE = (
          changes=("optimizer", "optimizer_states", "time", "losses"),
          meaning="optimizer class; adamw is DeepSpeed's FusedAdam on a GPU and DeepSpeedCPUAdam if offloaded",
          note="muon trains matrices other than embeddings, and Adam the rest; at stage 3 it sets reduce_scatter to "
-              "false. It has no CPU version in DeepSpeed. Before 0.19.8 it trained wrongly with offload (#8463) "
+              "false. It has no CPU version in DeepSpeed. Before 0.19.8 it trained incorrectly with offload (#8463) "
               "and at stage 3 with accumulation (#8443)",
          source="runtime/engine.py, _configure_basic_optimizer; runtime/zero/muon/"),
 )

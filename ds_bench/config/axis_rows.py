@@ -1,4 +1,4 @@
-"""Reads axis values from text and makes rows from them, one for each combination that differs.
+"""Reads axis values from text and makes rows from them, one for each distinct combination.
 
 Axes change what the strategy or file sets; ``--ds-config`` and ``--set`` come last. It is an error if an axis and a
 flag set the same key.

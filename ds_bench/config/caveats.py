@@ -31,7 +31,7 @@ _QUIRK = (
     "(fp16/fused_optimizer.py)"
 )
 _SEED = "seed the model's weights and the data in the script, then compare what both rows learn"
-_NOT_TO_USE = "do not use this row before you know why"
+_NOT_TO_USE = "do not use this row until you know why"
 
 
 class CaveatKind(StrEnum):
@@ -111,10 +111,10 @@ class CaveatKind(StrEnum):
         "compare the row's ds_config.json with another row's: parameters whose requires_grad is False must not train",
         True)
     FIRST_LOSS = ("first_loss",
-        "the first loss is {loss:.1f}, where ln(vocabulary) is {expected:.1f}: the initial weights are too large",
+        "the first loss is {loss:.1f}, but ln(vocabulary) is {expected:.1f}: the initial weights are too large",
         _FIRST_LOSS)
     FIRST_LOSS_FAR = ("first_loss_far",
-        "the first loss is {loss:.1f}, where ln(vocabulary) is {expected:.1f}: the initial weights are far too large",
+        "the first loss is {loss:.1f}, but ln(vocabulary) is {expected:.1f}: the initial weights are far too large",
         _FIRST_LOSS, True)
     LOSS_NOT_FINITE = "loss_not_finite", "loss is not finite (NaN or infinity)", _NOT_FINITE, True
     LOSS_DIFFERS = ("loss_differs",
@@ -196,7 +196,7 @@ class CaveatKind(StrEnum):
     ENVIRONMENT_DIFFERS = ("environment_differs", "environments differ: {differences}",
         "measure both again on one machine with the same versions")
     MEASURED_APART = ("measured_apart", "rows were measured {where}: {runs}",
-        "where a difference is small, measure these rows in one run")
+        "if a difference is small, measure these rows in one run")
     OTHER_PROCESS = ("other_process", "other processes ({processes}) also use {gpu}, which slows the rows down",
         "stop the other processes, or choose a free card with CUDA_VISIBLE_DEVICES")
     THROTTLED_BEFORE = "throttled_before", "{gpu} was throttled before the first trial: {reasons}", _THROTTLED

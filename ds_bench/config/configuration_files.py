@@ -31,7 +31,7 @@ from .strategies import STRATEGY_NAMES
 FileKind = Literal["deepspeed", "accelerate", "trainer"]
 
 MAX_BYTES = 2**18
-"""Maximum size of a file; configurations have a few kilobytes."""
+"""Maximum size of a file; configurations take up a few kilobytes."""
 _MAX_VALUES = 10_000
 """Maximum number of values in a YAML file; those behind an alias count wherever it is used."""
 _MAX_LEVELS = 32
@@ -355,7 +355,7 @@ def _machine_name(stem: str) -> str:
 
 
 def _read(path: Path, text: str | None = None) -> tuple[str, Config, int | None]:
-    """Return the text of a file without credentials, its values, and the line where it is not strict JSON."""
+    """Return a file's text without credentials, its values, and the line where it is not strict JSON."""
     text = read_text(path) if text is None else text
     data, line = parse(path, text)
     try:

@@ -52,7 +52,7 @@ def version() -> str:
 
 
 def is_before(other: str) -> bool:
-    """Return whether :func:`version` is older than another one, such as ``0.19`` or ``0.19.3``."""
+    """Return whether :func:`version` is older than ``other``, such as ``0.19`` or ``0.19.3``."""
     return _numbers(version()) < _numbers(other)
 
 
@@ -123,7 +123,7 @@ def top_level_keys() -> frozenset[str]:
 
 
 def refuses_unknown(block_path: str) -> bool:
-    """Return whether DeepSpeed rejects other keys in a block, as its pydantic models do."""
+    """Return whether DeepSpeed rejects unknown keys in a block, as its pydantic models do."""
     return block_path in blocks() and blocks()[block_path]["unknown"] == "refused"
 
 

@@ -434,7 +434,7 @@ _REPORTED_ELSEWHERE = ("stage", "offload_optimizer", "offload_param", "zenflow",
 def _keys_without_reader(case: Case) -> Iterator[Finding]:
     zero, stage = case.block("zero_optimization"), case.stage
     dead = {"disable_allgather": _ENGINE, f"{ZERO}allgather_partitions": _ENGINE}
-    if not case.has_block(f"{ZERO}zenflow"):  # whose selective optimizer has buckets of this size
+    if not case.has_block(f"{ZERO}zenflow"):  # ZenFlow's selective optimizer has buckets of this size
         # all_gather_dp_groups splits by this size only if PyTorch lacks all_gather_into_tensor.
         dead[f"{ZERO}allgather_bucket_size"] = "runtime/utils.py"
     for path, source in dead.items():

@@ -196,7 +196,7 @@ def yaml_text(data: Data) -> str:
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
-    """Quotes strings that YAML 1.2 reads as numbers, writes lists on one line and no anchors."""
+    """Quotes strings that YAML 1.2 reads as numbers, writes lists on one line, and uses no anchors."""
 
     def ignore_aliases(self, _data: Any) -> bool:
         return True

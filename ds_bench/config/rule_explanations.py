@@ -46,7 +46,7 @@ def file_finding(rule: str, reason: str, path: str = "", line: int | None = None
 
 
 def explain(rule: str) -> tuple[Finding, dict[str, str]]:
-    """Return what ``check`` finds in the example of a rule of :func:`rule_table`, and the explanation by its JSON keys.
+    """Return ``check``'s finding for the example of a rule in :func:`rule_table`, and the explanation by its JSON keys.
 
     ``versions``: DeepSpeed versions that the rule applies to; empty: all. ``given``: flags or GPU without which
     ``check`` does not apply the rule; empty if none. ``example``: text of a file that breaks the rule and no other.

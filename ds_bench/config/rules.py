@@ -2,7 +2,7 @@
 
 ``lint`` reports every rule with a level. A rule with ``row`` also decides about a row of a comparison
 (``validation``): a refusal makes it Unsupported, a caveat is printed with it, and an ignored setting is left out of
-the copy of a file that a row trains with (:func:`without_ignored`); only a row whose flags request it is refused.
+the copy of a file that a row trains with (:func:`without_ignored`). If a row's flags request it, the row is refused.
 
 Unless it names ``versions``, a rule comes from reading the code of DeepSpeed 0.19.8, at ``source`` below its package,
 or from running it.
@@ -330,7 +330,8 @@ _REFUSED_IN_ROWS = (
     Rule("zenflow-trains-other-weights", None, "zero_optimization.zenflow", row="refusal",
          when=lambda case: case.is_row and _uses_zenflow(case) and (case.stage == 3 or case.accelerator == "cpu"),
          reason="in DeepSpeed 0.19.8, ZenFlow trains weights different from the model's at stage 3, where it "
-                "transposes every matrix, and on CPU ranks, where the loss starts at another value and hardly falls",
+                "transposes every matrix, and on CPU ranks, where the loss starts at a different value and hardly "
+                "falls",
          remedy="leave it out, or use stage 1 or 2 on GPUs", source="runtime/zenflow/engine_stage3.py"),
     *(Rule(f"{precision}-unsupported", None, f"{precision}.enabled", row="refusal", when=_lacks_precision(precision),
            reason=f"{precision} is not supported on this {{accelerator}} device",
@@ -384,7 +385,7 @@ _REFUSED_IN_ROWS = (
          when=lambda case: (case.stage == 3 and type(size := case.value(f"{ZERO}zero_hpz_partition_size", 1)) is int
                             and case.ranks is not None and size > 1 and case.ranks % min(size, case.ranks) != 0),
          stops_when=TRAINING_STARTS, reason="zero_hpz_partition_size does not divide the number of ranks, {ranks}",
-         remedy="give a divisor of the number of ranks, such as the GPUs of one node", source="utils/groups.py"),
+         remedy="give a divisor of the number of ranks, such as the number of GPUs of one node", source="utils/groups.py"),
 )
 
 _CAVEATS_OF_ROWS = (
@@ -622,8 +623,8 @@ WRONG_TRAINING = (
          remedy="use DeepSpeed 0.19 or later, or stage 2", source="DeepSpeed#7985"),
     Rule("zero2-shared-module-8224", "warning", f"{ZERO}stage", versions=">=0.18.3,<0.19.4", row="caveat",
          when=lambda case: case.stage == 2 and case.precision == "bf16",
-         reason="DeepSpeed 0.18.3 to 0.19.3 trains wrongly at stage 2 in bf16 if the model uses a submodule twice in a "
-                "forward pass (issue 8224)",
+         reason="DeepSpeed 0.18.3 to 0.19.3 trains incorrectly at stage 2 in bf16 if the model uses a submodule twice "
+                "in a forward pass (issue 8224)",
          remedy="use DeepSpeed 0.19.4 or later, or stage 1, for such a model", source="DeepSpeed#8224"),
     Rule("gradients-divided-twice", "warning", "gradient_accumulation_steps", versions=">=0.18.3,<0.19.6", row="caveat",
          when=lambda case: case.stage in (0, 1, 2) and case.number("gradient_accumulation_steps", 1) > 1,
@@ -668,7 +669,7 @@ def without_later_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refusals(case: Case) -> Iterator[str]:
-    """Yield why a row is refused, which includes ignored settings, although the copy of a file only leaves them out."""
+    """Yield why a row is refused. Ignored settings count too, although the copy of a file only leaves them out."""
     return (rule.row_text(case) for rule in RULES if rule.row in ("refusal", "ignored") and rule.applies(case))
 
 

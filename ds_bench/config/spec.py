@@ -42,8 +42,7 @@ ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_a
 MAX_PROFILE_STEPS = 50
 """Maximum number of steps that one profiler may observe: traces grow with each step."""
 SEARCH_ACCURACY = 1 / 32
-"""The search for the largest micro-batch or sequence length that trains ends when it is known to within this
-fraction."""
+"""A search ends when the largest micro-batch or sequence length that trains is known to within this fraction."""
 SAME_TRAINING_FIELDS = (
     *("activation_checkpointing", "attention", "loss", "tiled_mlp", "compile"),
     *("data_workers", "data_pin_memory", "data_prefetch", "cpu_binding", "zero_init"),

@@ -72,7 +72,7 @@ def named_strategy(name: str, stage: int = 3) -> Strategy:
 
 
 def find_strategy(name: str, stage: int) -> Strategy | None:
-    """Return the strategy of that name at that stage; None for an unknown one."""
+    """Return the strategy of that name at that stage; None if there is none."""
     strategy = named_strategy(name, stage) if name in STRATEGY_NAMES else None
     return strategy if strategy is not None and strategy.stage == stage else None
 

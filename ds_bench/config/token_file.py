@@ -84,7 +84,7 @@ def read_token_file(path: Path, requested: TokenType | None) -> TokenFile:
         raise UsageError(f"{path} is a folder", remedy="give a file of token ids")
     dtype = requested or _SUFFIXES.get(path.suffix.lower())
     if dtype is None:
-        problem = f"the suffix of {path} does not say the type of its ids"
+        problem = f"the suffix of {path} does not show the type of its ids"
         raise UsageError(problem, remedy="give --data-dtype uint16 or uint32")
     try:
         with files.opened(path, _LARGEST_FILE_BYTES) as file:

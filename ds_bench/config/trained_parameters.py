@@ -1,4 +1,4 @@
-"""Decides by their names which parameters are trained, given ``--lora`` and ``--freeze``.
+"""Selects the trained parameters by name, given ``--lora`` and ``--freeze``.
 
 Both the worker, which builds the model, and the formulas, which only list its tensors, use these functions.
 """
@@ -64,7 +64,7 @@ class TrainedParameters:
         return self.lora is None and not is_frozen(name, self.freeze)
 
     def adapts(self, module: str) -> bool:
-        """Whether the linear module of this name gets an adapter, which a frozen one does not."""
+        """Whether the linear module of this name gets an adapter; a frozen one does not."""
         last = module.rpartition(".")[2]
         if self.lora is None or last in _NOT_LINEAR or "embed" in last:
             return False

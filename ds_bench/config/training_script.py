@@ -17,13 +17,13 @@ from typing import Any, Literal
 from ..errors import UsageError
 
 ConfigSource = Literal["command", "accelerate_env", "override"]
-"""How a row's configuration reaches the script: ``{config}`` in its command, Accelerate's variables, or by replacing
-the one that the script gives to DeepSpeed."""
+"""How a row's configuration reaches the script: as ``{config}`` in its command, in Accelerate's variables, or in place
+of the one that the script gives to DeepSpeed."""
 OWN_KEYS = (
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer", "scheduler",
     "bf16", "bfloat16", "fp16", "torch_autocast", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
 )  # fmt: skip
-"""Keys that keep the script's values where its configuration is replaced; ``ds_bench_script_hook`` has a copy."""
+"""Keys that keep the script's values when its configuration is replaced; ``ds_bench_script_hook`` has a copy."""
 PLACEHOLDERS = ("config", "row", "stage", "num_gpus", "output_dir", "micro_batch", "grad_accum")
 _NAMES = "|".join(PLACEHOLDERS)
 _PLACEHOLDER = re.compile(rf"\{{\{{({_NAMES})\}}\}}|\{{({_NAMES})\}}")
@@ -55,7 +55,7 @@ class Script:
     """The interpreter that runs it."""
     config_source: ConfigSource
     engine: str | None = None
-    """Name of the engine that is measured, its model's class; None: the one that steps first."""
+    """Name of the measured engine (its model's class); None: the one that steps first."""
 
     @property
     def file(self) -> Path | None:

@@ -182,7 +182,7 @@ def _try_connections(listener: HostConnection, others: Sequence[HostConnection],
             remedy="give --master-addr an address of the first host that others can reach, or another --master-port",
         ) from None
     try:
-        # All requests are sent before one is waited for, so that a firewall that drops packets costs five seconds once.
+        # All requests are sent before any is awaited, so that a firewall that drops packets costs five seconds once.
         futures = [each.send_request("connect", address=address, port=port, timeout_seconds=5.0) for each in others]
         for each, future in zip(others, futures, strict=True):
             try:

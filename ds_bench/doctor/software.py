@@ -306,7 +306,7 @@ def _check_unbuilt(
     if missing is not None:
         return level, f"cannot be built: {missing}", ops.remedy_of(missing)
     log = folder / f"{op}.log"
-    # The log of a build stays. As the op is missing, its build failed.
+    # A build's log is kept: if there is one but no op, the build failed.
     if log.exists():
         return level, f"the last build failed: {log}", f"read it, then run {build}"
     return "ok", "not built yet, but can be", f"{build} builds it now; otherwise the first comparison does"

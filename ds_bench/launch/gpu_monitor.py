@@ -54,7 +54,7 @@ class GpuMonitoringLauncher:
     """Launches trials through ``launcher``; waits at most ``wait_seconds`` for an earlier trial's memory to be freed.
 
     Adds to each record the bytes that were free when the trial began, a summary of each GPU during the measured steps,
-    and a caveat for each GPU that was throttled in them.
+    and a caveat for each GPU that was throttled during them.
     """
 
     def __init__(

@@ -69,7 +69,7 @@ def remedy_of(reason: str) -> str:
 
 def needed_ops(accelerator: Accelerator, configurations: Iterable[Configuration]) -> list[str]:
     """Return the ops without which trials of these configurations cannot run, in build order."""
-    # On a CPU DeepSpeed loads it with the first process group, in every configuration (comm/torch.py).
+    # On a CPU DeepSpeed loads this op with the first process group, in every configuration (comm/torch.py).
     needed = [SHARED_MEMORY] if accelerator == "cpu" else []
     for configuration in configurations:
         optimizer_op = _OPTIMIZER_OPS.get(optimizer_kind(configuration.deepspeed_config))

@@ -34,7 +34,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 _CODE_CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 """Variables that name the folders from which torch and Triton load compiled code."""
 _LOAD_SECONDS = 60.0
-"""Upper bound on the time to load a built op, which holds its lock too."""
+"""Upper bound on the time to load a built op; loading holds the op's lock too."""
 
 
 @cache

@@ -173,14 +173,14 @@ def _make_assignment(
     trial: Trial, folder: Path, environment: Mapping[str, str], limits: Limits, *, on_this_host: bool
 ) -> Assignment:
     """Make the ranks' assignment. Unless ``on_this_host``, hosts add private folders, and no rendezvous file exists."""
-    # A script's ranks meet at a port, as under torchrun. Their shared memory is named by it (scratch.remove_scratch).
+    # A script's ranks meet at a port, as under torchrun. Its number names their shared memory (scratch.remove_scratch).
     meets_at_port = on_this_host and trial.workload.script is not None
     scratch_id = str(free_port()) if meets_at_port else new_scratch_id()
     return Assignment(
         trial=trial,
         rendezvous=f"file://{rendezvous_file(scratch_id)}" if on_this_host and not meets_at_port else None,
         scratch_id=scratch_id,
-        # The row's variables win, because they are what it compares.
+        # The row's variables win, because they are what is compared.
         environment={**environment, **trial.configuration.variables},
         swap_folder=swap_folder(trial, scratch_id) if on_this_host else None,
         checkpoint_folder=checkpoint_folder(trial, folder, scratch_id),

@@ -176,7 +176,7 @@ def start_server(environment: Mapping[str, str], placement: Placement | None = N
     with contextlib.ExitStack() as stack:
         stack.enter_context(_set_variables(_with_parent(environment)))
         with contextlib.suppress(ValueError):  # not in the main thread
-            # The server inherits it. Ctrl-C reaches all processes of a terminal, and this one ends the server.
+            # The server inherits SIG_IGN. Ctrl-C reaches all processes of a terminal, and this one ends the server.
             stack.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, signal.SIG_IGN))
         server.ensure_running()
     if placement is not None and server._forkserver_pid != earlier:

@@ -103,7 +103,7 @@ class Architecture:
     """``fixed``: every image has the same number of tokens; ``grid``: it depends on the size; None: no images."""
 
     def image_tokens(self, width: int | None = None, height: int | None = None) -> int:
-        """Tokens of the language model that one image takes; pixels default to the tower's size, or to 448.
+        """Tokens that one image takes up in the language model; pixels default to the tower's size, or to 448.
 
         Raises UsageError for a size below one token.
         """

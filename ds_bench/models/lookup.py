@@ -3,9 +3,9 @@
 Anything but a preset is looked up with Transformers in a child process, because this one never loads torch; a factory
 is imported there. Without these packages, and for models that read images or have an encoder, ``plan`` reads the
 ``config.json`` instead (``architectures``). A folder or Hub name is trained only as the class that its
-``architectures`` names: without a head (``GPT2Model``) or with a different one (``BartForConditionalGeneration``) it is
-not the same model: its parameters differ, or it has no loss. If it names no class, it is trained as the causal language
-model of its type.
+``architectures`` names. A model without a head (``GPT2Model``) or with a different one
+(``BartForConditionalGeneration``) is not trained: it has no loss, or its parameters differ from those of the causal
+language model of its type. If ``architectures`` names no class, that causal language model is trained.
 """
 
 from __future__ import annotations

@@ -68,9 +68,9 @@ class SizeSearch:
         """Find the largest micro-batch, or the longest sequence in tokens, that trains, with caveats about it.
 
         A time limit says nothing about memory, so no larger size is tried after one: sizes are halved until one trains,
-        or down to the largest that has. If none trains, or a probe fails for another reason, such as a hang before its
-        first step, returns the failing size, so that the comparison shows the error. Raises KeyboardInterrupt if the
-        user interrupts it; finished probes are kept for ``--resume``.
+        or down to the largest that has trained. If none trains, or a probe fails for another reason, such as a hang
+        before its first step, returns the failing size, so that the comparison shows the error. Raises
+        KeyboardInterrupt if the user interrupts it; finished probes are kept for ``--resume``.
         """
         trained, timed_out = self._previous_trials(row)
         start = self.predict_largest(row)
@@ -107,7 +107,7 @@ class SizeSearch:
     def predict_largest(self, row: RequestedRow) -> int:
         """Return the largest size that is predicted to fit, in units.
 
-        Without a prediction it is 1: a micro-batch of 1, or the sequence that would be trained without a search.
+        Without a prediction: a micro-batch of 1, or the sequence length that would be trained without a search.
         """
         profile, memory = self.plan.facts.profile, self.plan.facts.memory
         if not isinstance(profile, ModelProfile):

@@ -1,7 +1,7 @@
 """The rows that the user asked for, by stage, strategy, file and axis, and the configuration of each.
 
 The rows of a user's script have the user's own DeepSpeed configuration with only the requested changes. Nothing is
-filled in, and ``"auto"`` stays: that is the work of the script's libraries (Trainer, Accelerate, TRL).
+filled in, and ``"auto"`` stays: the script's libraries (Trainer, Accelerate, TRL) replace it.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _rows_without_axes(options: Options) -> list[RequestedRow]:
 
 
 def _layout(row: RequestedRow, options: Options) -> RowFacts:
-    """Return what decides which axes act in a row: its stage and offload devices after the flags' changes."""
+    """Return the facts that decide which axes act in a row: its stage and offload devices after the flags' changes."""
     own = deepspeed_config.minimal_config(row.origin) if isinstance(row.origin, Strategy) else row.origin.config
     config = deepspeed_config.apply_changes(own, *options.config_changes)
     zero = config.get("zero_optimization")
@@ -210,7 +210,7 @@ def axis_notes(options: Options) -> list[str]:
 
 
 def row_facts(configuration: Configuration, model: ResolvedModel, placement: Placement, grad_accum: int) -> RowFacts:
-    """Return what decides which axes act in a configuration, and what their values set there."""
+    """Return the facts that decide which axes act in a configuration and what their values set there."""
     return RowFacts(
         stage=configuration.stage,
         offload_optimizer=offload_device(configuration.deepspeed_config, "offload_optimizer"),
@@ -332,7 +332,7 @@ class ConfigurationBuilder:
             )
             maker = FileRowMaker(facts=facts, keep_batch=options.keep_batch, change=self._with_flags)
             return maker.make(strategy, batch_size, policy)
-        # The user's function is about DeepSpeed; its changes do not apply to torch's engines.
+        # The user's function configures DeepSpeed; its changes do not apply to torch's engines.
         make_config = self.make_config if strategy.engine == "deepspeed" else deepspeed_config.base_config
         config = make_config(strategy, batch_size, options.grad_accum)
         if not isinstance(config, dict):

@@ -484,7 +484,7 @@ def make_trials(
 def _completed_row(
     configuration: Configuration, workload: Workload, placement: Placement, model: ResolvedModel
 ) -> tuple[Workload, dict[str, Any], str | None, list[str | Caveat]]:
-    """Return the workload with the precision that trains, the configuration that runs, why it cannot run, and caveats.
+    """Return the workload with the precision it trains in, the configuration that runs, why it cannot, and caveats.
 
     Raises UsageError.
     """
@@ -539,8 +539,8 @@ def ordered_for_round(configurations: Sequence[Configuration], seed: int, number
     Of six seeded shuffles, each round uses the one that puts the fewest rows where an earlier round had them, so that
     neither the cold machine at the start nor noise that outlasts a run, such as heat, favors a row
     (``bench/false_differences.py``). The order does not depend on the number of rounds, so a resumed run keeps it.
-    Among equally good shuffles, later rounds use the one least like the written order, in which a run of one round that
-    --resume continues ran.
+    Among equally good shuffles, later rounds use the one least like the written order, since a run of one round, which
+    --resume may continue, has used that order.
     """
     # With --common-batch a row may appear at two micro-batches.
     names = [f"{row.name} {row.deepspeed_config.get('train_micro_batch_size_per_gpu')}" for row in configurations]

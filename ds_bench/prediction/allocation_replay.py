@@ -39,7 +39,7 @@ def unknown_to_replay(inputs: MemoryInputs) -> str | None:
         "layers that are not all alike": profile.layers < 2 or not (profile.layer or profile.frozen),
         "accumulation in FSDP2": inputs.engine == "fsdp2" and inputs.grad_accum > 1,
         "passes without an optimizer": inputs.pass_type != "train",
-        "gradients in another number format": on_deepspeed
+        "gradients in a different number format": on_deepspeed
         and (inputs.accumulates_apart or inputs.sent != inputs.element),
         "contiguous_gradients off": settings.stage > 0
         and on_deepspeed
@@ -589,7 +589,7 @@ class _Stage3(Rank):
         return self.allocate(size, stream) if self.offloads_parameters else None
 
     def _wait(self, parameters: Iterable[int]) -> None:
-        """Waiting for one tensor copies its whole group; the buffer is freed once the last of them was waited for."""
+        """Waiting for one tensor copies its whole group; the buffer is freed once all of them have been waited for."""
         for each in parameters:
             self.free(self.copies.pop(each, None))
             group = self.group_of.pop(each, None)

@@ -145,7 +145,7 @@ def unpredicted_settings(config: Mapping[str, Any], *, only_more: bool = False) 
 
 
 def _number(block: Mapping[str, Any], key: str, default: float) -> int:
-    """The value of a key as a whole number; the default for any other value, as DeepSpeed does (config_utils.py)."""
+    """The value of a key as a whole number; the default, as in DeepSpeed (config_utils.py), if it is not a number."""
     value = block.get(key)
     return int(value if isinstance(value, (int, float)) else default)
 
@@ -187,7 +187,7 @@ class MemoryInputs:
 
     @property
     def bucket_bytes(self) -> int:
-        """At stage 3, bytes of one element, summed over the buckets of all formats, which are those that are sent."""
+        """At stage 3, bytes of one element, summed over the buckets of all formats that are sent."""
         return FP32_BYTES + 2 if self.settings.autocast else self.sent
 
     @property
@@ -205,7 +205,7 @@ class MemoryInputs:
 
 Phases = dict[str, Ledger]
 """``forward``, ``backward``, ``reduced`` (after backward), ``flatten`` and ``update`` (in the step) → one rank's ledger
-without activations; and ``initialize`` where ``deepspeed.initialize`` may need more than a step."""
+without activations; and ``initialize`` if ``deepspeed.initialize`` may need more than a step."""
 
 
 def times_sent(configuration: Configuration, parameters: int, grad_accum: int) -> tuple[int, int]:

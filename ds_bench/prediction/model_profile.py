@@ -362,7 +362,7 @@ def request_for(
 ) -> dict[str, Any]:
     """Make the request to the child; it is the same for models that differ only in depth or in a dropout above 0."""
     window = sliding_window(facts)
-    # From the window on, attention has a mask: all lengths must be on the run's side of it.
+    # From the window's length on, attention has a mask: all lengths must be on the run's side of that length.
     start = window if window is not None and seq_length >= window else _STEP
     whole = {"whole": True} if facts.model_type in _OF_SEVERAL_KINDS else {}
     left_out = _LEFT_OUT if whole else (*_LEFT_OUT, *_DEPTH)

@@ -2,7 +2,7 @@
 
 Based on DeepSpeed 0.19.8; paths are relative to its ``runtime/``. Assumes AdamW, and gradients accumulated in the
 number format of the parameters (``engine.py``, get_data_types). Not included: DeepSpeed's own buffers, gathered
-parameters and what a step needs on top (``stages_0_to_2``, ``stage_3``).
+parameters, and what else a step needs (``stages_0_to_2``, ``stage_3``).
 
 ====== ================================================================================================================
 stage  source

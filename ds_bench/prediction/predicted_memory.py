@@ -292,7 +292,7 @@ def predict(
         row["overhead"] = ranks * process
         host_phase = "load" if name == "load" else _DECIDING_PHASES[name]
         host_phases[host_phase] = max(host_phases.get(host_phase, 0), sum(row.values()))
-    # The ledger of a run counts as activations what its forward pass saved (worker/measure.py), not what is left later.
+    # In a run's ledger, activations are what its forward pass saved (worker/measure.py), not what is left later.
     if sizes.unknown is None:
         ledger.setdefault(tier, {})["activations"] = sizes.saved
     return Prediction(

@@ -77,8 +77,8 @@ def predict_near(
 
     ``gpu_capacity_bytes``: memory of the GPU that the verdict is about; if None, it is unknown, and nothing is replayed
     unless ``mode`` is ``always``. ``varying_lengths``: whether the workload's sequence length is only the maximum.
-    ``verdict_only``: do not search for the least memory of a replayed trial, but only find whether the GPU has it, in
-    two replays instead of eight. ``variables``: environment variables of the row's ranks.
+    ``verdict_only``: do not search for the least memory of a replayed trial, but only find out whether the GPU has it,
+    in two replays instead of eight. ``variables``: environment variables of the row's ranks.
     """
     how: dict[str, Any] = {"engine": engine, "ranks_per_node": ranks_per_node, "loads_weights": loads_weights}
     found = predict(profile, workload, placement, ds_config, **how)
@@ -152,7 +152,7 @@ def _replayed_need(
     starts_child: bool,
 ) -> GpuNeed | None:
     """The need according to a replay; None without a trace of the model. ``sizes``: micro-batch, sequence length,
-    checkpointing, dropout, zero.Init. The others are explained in ``predict_near``."""
+    checkpointing, dropout, zero.Init. ``varying_lengths`` and ``verdict_only``: see ``predict_near``."""
     batch_size, seq_length, checkpointing, dropout, zero_init = sizes
     asked = (*sizes, variant, workspace_bytes, varying_lengths, expandable_segments, card_bytes, verdict_only)
     key = model_profile.request_key({"inputs": repr(inputs), "sizes": asked})

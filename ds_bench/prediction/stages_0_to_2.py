@@ -113,8 +113,8 @@ def _owned_elements(inputs: MemoryInputs) -> int:
 
 
 def _large_gradients(inputs: MemoryInputs) -> tuple[int, int]:
-    """Elements that one rank keeps until backward ends, where stage 1 reduces during backward: the maximum with its
-    own, and the maximum without them. Other ranks' gradients are not freed when they are reduced
+    """Gradient elements that one rank keeps until backward ends if stage 1 reduces during backward: the maximum with
+    the rank's own, and the maximum without them. Other ranks' gradients are not freed when they are reduced
     (zero/stage_1_and_2.py, reduce_ipg_grads): small ones are in the bucket, larger ones are not
     (reduce_independent_p_g_buckets_and_remove_grads)."""
     tensors, ranks = _in_flat_order(inputs), inputs.data_parallel_size
@@ -140,7 +140,7 @@ def _norm_bytes(tensors: Sequence[int], part: int) -> int:
 def _partitioned(inputs: MemoryInputs, part: int, builder: LedgerBuilder) -> Phases:
     """Ledgers at stages 1 and 2 without offload. Stage 1 keeps all gradients until the last exists, stage 2 the
     gradients of the rank's part. The step computes the norm of each gradient in fp64 (get_grad_norm_direct), flattens
-    its part, then casts it to fp32 (zero/stage_1_and_2.py, step)."""
+    the rank's part, then casts it to fp32 (zero/stage_1_and_2.py, step)."""
     # ``kept``: gradients after the reduction. ``every``: gradients at their peak, with ``extra`` as temporaries.
     kept = every = inputs.element * _owned_elements(inputs)
     extra = max(inputs.profile.tensors) * inputs.element
@@ -156,7 +156,7 @@ def _partitioned(inputs: MemoryInputs, part: int, builder: LedgerBuilder) -> Pha
     bucket, sent, norm = bucket_bytes(inputs), _copy_to_send(inputs), _norm_bytes(inputs.profile.tensors, part)
     master = inputs.settings.master_bytes
     cast = master * part if inputs.accumulated != master else 0
-    # Stage 2 accumulates fp32 in one flat buffer (_build_compact_grad_partition_buffer), so nothing is flattened.
+    # Stage 2 accumulates in one flat fp32 buffer (_build_compact_grad_partition_buffer), so nothing is flattened.
     flattened = 0 if inputs.settings.stage == 2 and inputs.accumulates_apart else inputs.accumulated * part
     return {
         "forward": builder.plus(gradients=0 if inputs.grad_accum == 1 else every),

@@ -119,7 +119,7 @@ class CachingAllocator:
             self._add_free(block)
 
     def empty_cache(self) -> None:
-        """Give back every segment without a block in use; of expandable segments, every such page (``empty_cache``)."""
+        """Give back every segment without a block in use; in expandable segments, every such page (``empty_cache``)."""
         self.finish_pending()
         for kind, pool in self._pools.items():
             kept: _Pool = []

@@ -56,7 +56,7 @@ class MemoryCapacity:
     def from_environment(cls, environment: Environment, placement: Placement) -> MemoryCapacity:
         """Return the capacity of a placement on this machine, with the limits of its flags.
 
-        Of several hosts, the smallest counts; host memory is unknown until the hosts' environments are known.
+        With several hosts, the smallest counts; host memory is unknown until the hosts' environments are known.
         """
         ranks = placement.ranks_per_node
         environments = environment.hosts_of_ranks
@@ -148,7 +148,8 @@ def profile_model(
             raise
         except UsageError as error:
             return Unpredicted(reason=error.problem)
-        # Formulas and the child process may fail in any of these ways on an unusual model; the run goes on without.
+        # Formulas and the child process may fail in any of these ways on an unusual model; the run then has no
+        # prediction.
         except (DsBenchError, OSError, ValueError, KeyError, TypeError) as error:
             return Unpredicted(reason=f"{type(error).__name__}: {error}")
 

@@ -90,7 +90,7 @@ class PlannedTrial:
         return self.judge(gpu_bytes, verdict_only=True).verdict(gpu_bytes, host_bytes)
 
     def judge(self, gpu_bytes: int | None, *, verdict_only: bool = False) -> Prediction:
-        """Predict as ``predict`` does, and replay the trial where the verdict for a GPU of this size is open.
+        """Predict as ``predict`` does, and replay the trial if the verdict for a GPU of this size is open.
 
         ``verdict_only``: see ``predict_near``.
         """
@@ -123,7 +123,7 @@ class Change:
     settings: Settings
     prediction: Prediction
     trial: PlannedTrial
-    """The configuration after the change."""
+    """The trial after the change."""
 
     @property
     def text(self) -> str:

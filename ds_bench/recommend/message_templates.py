@@ -129,7 +129,7 @@ TEMPLATES: Mapping[str, str] = {
     "fabric_manager": "start the GPUs' fabric manager: systemctl start nvidia-fabricmanager",
     "gathered_views": "use DeepSpeed 0.19 or later, ZeRO-3 or one rank: before 0.19 several CPU ranks cannot gather "
     "parameters at ZeRO-1 and ZeRO-2 with a recent torch",
-    "collective_timeout": "see in the logs what the late ranks did last; for a mixture of experts at ZeRO-3 name "
+    "collective_timeout": "check the logs for what the late ranks did last; for a mixture of experts at ZeRO-3 name "
     "its expert block in zero_optimization.leaf_module.classes",
 }
 # fmt: on

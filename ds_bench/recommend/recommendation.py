@@ -57,7 +57,7 @@ class Recommendation:
     tied: tuple[str, ...] = ()
     """Labels of the rows tied with the fastest (docs/reading.md); empty without a tie."""
     undecided: tuple[str, ...] = ()
-    """Labels of the rows, the choice first, that the measurements cannot rank although it matters."""
+    """Labels of the rows, the choice first, that the measurements cannot rank although their order matters."""
     headline: Fact
     """The row to use and why, a tie, or the reason that no row can be recommended."""
     disturbed: tuple[str, ...] = ()
@@ -69,7 +69,7 @@ class Recommendation:
     facts: tuple[Fact, ...] = ()
     """The numbers of the choice, how certain they are, and the rows left out."""
     cost: Fact | None = None
-    """Speed lost and memory saved against the fastest row that fits; None if the choice is that row."""
+    """Speed lost and memory saved relative to the fastest row that fits; None if the choice is that row."""
     try_next: Fact | None = None
     """What to try first; None if nothing is left to try."""
     next_steps: tuple[Fact, ...] = ()
@@ -77,7 +77,7 @@ class Recommendation:
 
     @property
     def decided(self) -> bool:
-        """Whether the measurements decide, where it matters. False without a choice."""
+        """Whether the measurements settle every comparison that matters. False without a choice."""
         return self.choice is not None and not self.undecided and not self.disturbed
 
     @property
@@ -109,9 +109,10 @@ class Recommendation:
 
 
 def recommend(comparison: Comparison, goal: str = "balanced", resume: OpenCommand | None = None) -> Recommendation:
-    """Recommend a row for a goal. ``resume``: the command that continues the run; None without a single run folder.
+    """Recommend a row for a goal.
 
-    Raises UsageError for a goal that is not one of ``config.options.GOALS``.
+    ``resume``: the command that continues the run; None unless all rows come from one run folder. Raises UsageError for
+    a goal that is not one of ``config.options.GOALS``.
     """
     if any(run.trial.workload.pass_type != "train" for row in comparison.rows for run in row.runs):
         return Recommendation(goal=goal, accelerator=comparison.accelerator, headline=Fact("other_pass"))
@@ -221,7 +222,7 @@ def _why(decision: Decision, eligible: EligibleRows, comparison: Comparison, goa
 
 
 def _optimizer_name(candidate: Candidate) -> str:
-    """Return the class of its optimizer. DeepSpeed's own classes have other names than torch's."""
+    """Return the class of the row's optimizer. DeepSpeed's own classes have different names from torch's."""
     return f"torch's {candidate.optimizer}" if candidate.optimizer in ("Adam", "AdamW") else str(candidate.optimizer)
 
 
@@ -300,7 +301,7 @@ def _alternative(decision: Decision, eligible: EligibleRows, comparison: Compari
 
 
 def _cost(decision: Decision, eligible: EligibleRows) -> Fact | None:
-    """Return speed lost and memory saved against the fastest row that fits; None if the choice is no different."""
+    """Return speed lost and memory saved relative to the fastest row that fits; None if the choice is no different."""
     choice, speeds = decision.choice, decision.speeds
     best = fastest(speeds.with_optimizer_of(choice))
     if best == choice:

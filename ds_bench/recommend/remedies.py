@@ -223,7 +223,7 @@ def shortage_of(run: Run) -> Shortage:
 
 
 def predicted_bytes(trial: Trial, tier: Tier) -> int | None:
-    """Return the predicted peak of a tier, for ``gpu`` per rank, otherwise per node; None without a prediction."""
+    """Return the predicted peak of a tier, per rank for ``gpu``, otherwise per node; None without a prediction."""
     prediction = stored_prediction(trial)
     sizes = {} if prediction is None else prediction.in_tier(tier)
     return sum(sizes.values()) if sizes else None
@@ -258,9 +258,9 @@ class FailedSetup:
     alternatives: tuple[Alternative, ...]
     """Least intrusive first, without strategies whose layout failed here or left the GPU too full."""
     gpu_bytes: int | None
-    """The GPU's memory without the part that others hold; None if it is not known."""
+    """The GPU's memory less what rows held outside torch's allocator beyond the prediction; None if it is not known."""
     gpu_limit_bytes: int | None
-    """The same, or less if more was missing. None if neither the GPU nor the shortage is known."""
+    """The same, or less if the shortage implies less. None if neither the GPU nor the shortage is known."""
     host_limit_bytes: int | None
     trained: frozenset[tuple[int, str, str]]
     """Layouts that trained here with room to spare, with the same workload and placement."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 LARGEST_FILE_BYTES = 2**30
-"""Far more than any result has: fifty thousand records of two ranks each."""
+"""Room for fifty thousand records of two ranks each, far more than any result has."""
 _REMEDY = "give a run folder, or a result's .json"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 

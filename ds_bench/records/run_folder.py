@@ -76,7 +76,7 @@ class RunFolder:
         runs, prefix = output_dir / "runs", "comparison" if family == "recipe" else family
         try:
             runs.mkdir(parents=True, exist_ok=True)
-            # runs/ may already exist, so that mkdir does not show whether files can be created.
+            # runs/ may already exist, so mkdir does not show whether files can be created.
             with tempfile.TemporaryFile(dir=output_dir):
                 pass
             while True:
@@ -149,7 +149,7 @@ class RunFolder:
         while folder.exists():
             attempt += 1
             folder = self.folder / "trials" / f"{trial_id}{_ATTEMPT}{attempt}"
-        # Not the run's folder, if it has been removed: a new one would lack what had finished.
+        # The run's folder is not made again if it has been removed: a new one would lack what had finished.
         folder.parent.mkdir(exist_ok=True)
         folder.mkdir()
         return folder

@@ -1,6 +1,6 @@
 """Observations of a trial: a RankMeasurement per rank, an Outcome, and the TrialRecord that holds both.
 
-Samples are stored; ``analysis`` derives figures from them, and ``report`` rounds these. Names end in the unit, such as
+Samples are stored; ``analysis`` derives figures from them, which ``report`` rounds. Names end in the unit, such as
 bytes or seconds. None means that a value could not be measured.
 """
 
@@ -269,8 +269,8 @@ class RankMeasurement:
     """Cores used in the same time by other programs, or withheld by a hypervisor, on the processors that this rank may
     use."""
     cpu_throttled_fraction: float | None = None
-    """Fraction of the scheduler's periods in the same time when the cgroup's CPU quota stopped its processes; None
-    without a quota."""
+    """Fraction of the scheduler's periods, over the same time, in which the cgroup's CPU quota stopped its processes;
+    None without a quota."""
     attention: str | None = None
     """Transformers' attention implementation that the model used; None for a model from another library."""
     compiled_graphs: int | None = None

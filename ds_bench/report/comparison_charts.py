@@ -41,7 +41,7 @@ MAX_OVERLAID_ROWS = 8
 MAX_BARS, MAX_DOTS = 16, 20
 CATEGORIES = ("parameters", "gradients", "optimizer_states", "deepspeed_buffers", "activations", "other")
 HATCHES = ("", "///", "||", "--", "\\\\\\", "++", "")
-"""By category, so that categories differ without color too."""
+"""By category, so that categories differ even without color."""
 MARKERS = "os^Dv*Xh"
 DASHES = ("-", "--", ":", "-.")
 _REST = "rest of the peak"
@@ -54,7 +54,7 @@ _TIERS: Mapping[Tier, tuple[str, str, str]] = {
 
 
 def charts_of(comparison: Comparison, recommended: str | None = None) -> tuple[list[Chart], list[str]]:
-    """Every chart that a comparison has numbers for, in reading order, and a sentence on those that it has none for.
+    """Every chart that a comparison has numbers for, in reading order, and a sentence about what is missing.
 
     Rows that failed appear only in charts of memory, at the size they needed. ``recommended``: key of the row to mark.
     """
@@ -69,7 +69,7 @@ def charts_of(comparison: Comparison, recommended: str | None = None) -> tuple[l
             name="steps",
             title="Step times",
             axis="ms per optimizer step",
-            note="The slowest rank of the run nearest to the row's mean; warm-up steps count in no statistic.",
+            note="The slowest rank of the run nearest to the row's mean; no statistic includes warm-up steps.",
         ),
         _line_chart(
             rows,
@@ -113,7 +113,7 @@ class _Rows:
 
     @cached_property
     def styles(self) -> Mapping[str, int]:
-        """Number of color and marker, by the row's key, of the rows that overlays draw; the same in every chart."""
+        """Row's key → number of its color and marker, for the rows that overlays draw; the same in every chart."""
         return {row.key: style for style, row in enumerate(self.to_draw(self.measured, MAX_OVERLAID_ROWS))}
 
     def to_draw(self, rows: Sequence[ComparisonRow], limit: int = MAX_BARS) -> list[ComparisonRow]:
@@ -466,7 +466,7 @@ def _line_chart(
             lines.append((row, points))
     if not lines:
         return None
-    # Warm-up lasts until a real step is taken: the length of the shortest is warm-up in every run.
+    # Warm-up lasts until a real step is taken, so only the steps of the shortest are warm-up in every run.
     ranks = (rank for row in rows.measured for run in row.successes for rank in run.ranks)
     warmup = min((len(rank.warmup_step_seconds) for rank in ranks), default=0)
 

@@ -1,4 +1,4 @@
-"""Columns of a comparison as people read it: of the short table, of the whole one, and of tables of details.
+"""Columns of the tables that people read: the short table, the whole one, and tables of details.
 
 The columns of the JSON and CSV files are in ``analysis.row``.
 """
@@ -133,7 +133,7 @@ TABLE_COLUMNS: tuple[TableColumn, ...] = (
             lambda row: row.step_seconds_std, format_ms),
     _number("Tokens/s", "throughput of the whole job, geometric mean of the runs",
             lambda row: row.tokens_per_second if row.rate_unit == "tokens/s" else None, format_rate),
-    _number("Samples/s", "samples of the whole job, where a sample is not a sequence of the given length",
+    _number("Samples/s", "samples of the whole job, if a sample is not a sequence of the given length",
             lambda row: row.samples_per_second, format_significant, page_only=True),
     TableColumn(heading="Tokens/s, 95 %",
                 meaning="95 % confidence interval of the mean tokens/s, with three or more runs",
@@ -217,7 +217,7 @@ def _relative_margin(row: ComparisonRow) -> str:
 
 
 def _against(row: ComparisonRow, chosen: ComparisonRow) -> str:
-    """``1.13× faster`` than the chosen row; with ``?`` if that was not tested, with fewer than three runs."""
+    """``1.13× faster`` than the chosen row; with ``?`` if that was not tested for lack of runs."""
     if row.key == chosen.key or row.tokens_per_second is None or not chosen.tokens_per_second:
         return MISSING
     if row.differences or chosen.differences:

@@ -67,7 +67,7 @@ class ProgressReporter:
                 step = f"warm-up {progress.step}/{warmup}" if done < 0 else f"step {min(done, steps)}/{steps}"
                 text = f"{step} ({progress.phase})"
             if progress.last_step_seconds:
-                # The rest of this trial by its last step, later trials by the mean of those done.
+                # The rest of this trial is estimated from its last step, later trials from the mean of those done.
                 rest = max(0, warmup + steps - progress.step) * progress.last_step_seconds
                 # Until a trial has ended, this one's time stands in for the mean.
                 mean_seconds = self._mean_wall_seconds() or progress.elapsed_seconds + rest

@@ -16,7 +16,7 @@ from ..units import MISSING
 MAX_TEXT_WIDTH = 120
 """Maximum width of a sentence in columns; a table may be wider."""
 _LABEL_WIDTH, _MIN_LABEL_WIDTH = 16, 12
-"""Columns that labels keep while other columns can be dropped, and in any case."""
+"""Minimum width of labels: while other columns can still be dropped, and in any case."""
 _MARKUP = re.compile(r"[\\|*`~]|(?<=\])\(|(?<![^\W_])_|_(?![^\W_])|&(?=#?\w+;)|^[#>]")
 """Characters that open a cell, a span, a link, an entity or a block. An underscore between letters opens nothing."""
 _NUMBER_AND_UNIT = re.compile(r"(?<=\d) (?=(?:GB|MB|KB|B|ms|%|GPUs?)(?!\w))")

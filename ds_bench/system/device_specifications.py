@@ -47,7 +47,7 @@ def peak_tflops(device_name: str, precision: str) -> float | None:
 
 
 def compute_capability(text: str) -> tuple[int, int] | None:
-    """Return that of the NVIDIA device that a user's or driver's name refers to; None for sizes and other devices."""
+    """Return the capability of the NVIDIA device that a user's or driver's name refers to; None for anything else."""
     rows = {name: row for row in _table() for name in (row["name"], *row.get("memory_gb", {}))}
     for name in (*matching_names(text, rows), *_devices_with_memory(text)):
         if "compute_capability" in rows[name]:

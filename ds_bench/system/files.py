@@ -111,8 +111,8 @@ def locked_file(path: Path, wait: Callable[[], None]) -> Iterator[int]:
     The kernel releases the lock when every process that has the descriptor has ended. The file is created if missing
     and stays. Raises OSError if it cannot be opened or locked.
     """
-    # The folder is open to every user, so no link is followed. In two steps: with O_CREAT the kernel may refuse another
-    # user's file in a sticky folder (fs.protected_regular in Documentation/admin-guide/sysctl/fs.rst).
+    # The folder is open to every user, so no link is followed. The file is opened in two steps: with O_CREAT the kernel
+    # may refuse another user's file in a sticky folder (Documentation/admin-guide/sysctl/fs.rst, fs.protected_regular).
     flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with suppress(FileExistsError):
         made = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o644)
@@ -185,7 +185,7 @@ def remedy_of(error: OSError) -> str:
     """Return what to do about a file or folder that cannot be written."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "free space or inodes on that disk, or give a folder on another one"
-    if error.errno == errno.ENOENT:  # of /proc, or of a folder that was removed
+    if error.errno == errno.ENOENT:  # in /proc, or in a folder that was removed
         return "give a folder that you may write to, and leave it in place while this runs"
     return "give a folder that you may write to"
 

@@ -120,10 +120,10 @@ def run_program(
                     output, error_output = leader.communicate(unsent, timeout=max(0.0, min(1.0, left)))
                     return subprocess.CompletedProcess(command, leader.returncode, output, error_output)
                 except subprocess.TimeoutExpired:
-                    # The wait was at most one second: the time is up if no more was left.
+                    # The wait was at most one second: if no more than that was left, the time is up.
                     if left <= 1.0:
                         raise
-                unsent = None  # communicate resumes where it was
+                unsent = None  # communicate resumes where it left off
                 listen(time.monotonic() - start)
         finally:
             leader.terminate()

@@ -37,7 +37,7 @@ def available_host_bytes(root: Path = ROOT) -> int | None:
     """Return an estimate of the memory that can still be allocated without swapping or reaching a cgroup's limit.
 
     It is the minimum of the kernel's ``MemAvailable`` and, for every cgroup with a limit, the limit less the usage.
-    Inactive file pages count as free, because the kernel drops them before it kills.
+    Inactive file pages count as free, because the kernel drops them before it kills a process.
     """
     free = [read_table(root / "proc/meminfo").get("MemAvailable")]
     for group, limit in _memory_limits(root):

@@ -113,7 +113,7 @@ _CUDA_ERROR_NOT_INITIALIZED = 3
 
 
 def cuda_is_initialized() -> bool:
-    """Whether this process has initialized the CUDA driver. A process forked from it could then not use CUDA.
+    """Whether this process has initialized the CUDA driver. If it has, a process forked from it cannot use CUDA.
 
     Before ``cuInit`` every call to the driver's library returns 3 (CUDA Driver API, CUDA_ERROR_NOT_INITIALIZED).
     """

@@ -56,8 +56,9 @@ def measure_checkpoint(
 ) -> dict[str, Any]:
     """Save and load a checkpoint in ``folder``. Return further fields of a RankMeasurement.
 
-    ``measured``: the fields so far, with the loss and the change in the weights as they are now. ``save_partial``
-    gets everything that is known after each action. Raises OSError or RuntimeError, for example if the disk is full.
+    ``measured``: the fields so far, with the loss and the change in the weights as they are now. ``save_partial`` is
+    called after each action with everything that is known. Raises OSError or RuntimeError, for example if the disk is
+    full.
     """
     engine, first = trainer.engine, torch.distributed.get_rank() == 0
     checkpoint, model = folder / "checkpoint", folder / "model"

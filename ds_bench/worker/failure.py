@@ -1,7 +1,7 @@
 """Classifies an exception in a rank: the kind of failure, and the bytes requested and free.
 
-Texts come from torch 2.11-2.13 and DeepSpeed 0.19.8; each pattern has a test that raises the real exception, or its
-text where that needs a GPU. The hook of a user's script imports this module in the script's interpreter
+Texts come from torch 2.11-2.13 and DeepSpeed 0.19.8; each pattern has a test with the real exception, or with its
+text if raising it needs a GPU. The hook of a user's script imports this module in the script's interpreter
 (``script_hook``): keep it to the standard library and Python 3.9.
 """
 
@@ -74,7 +74,7 @@ def classify(error: BaseException, *, limited: bool = False, device_free_bytes: 
     """Return the kind of failure (``RankFailure.kind``).
 
     ``limited``: host memory is limited, so a thread that cannot start means that it ran out.
-    ``device_free_bytes``: free on the GPU when the error was caught; None where unknown.
+    ``device_free_bytes``: free on the GPU when the error was caught; None if unknown.
     """
     text, (package, *_), name = str(error), type(error).__module__.split("."), type(error).__name__
     # CUDA uses one text for both its own memory and page-locked host memory; the failing line decides.
@@ -122,7 +122,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def device_free_bytes() -> int | None:
-    """Free memory of this rank's GPU as the driver reports it; None before CUDA is used, or where CUDA calls fail."""
+    """Free memory of this rank's GPU as the driver reports it; None before CUDA is used, or if CUDA calls fail."""
     torch: Any = sys.modules.get("torch")  # a rank that failed before torch was imported uses no GPU
     try:
         return int(torch.cuda.mem_get_info()[0]) if torch is not None and torch.cuda.is_initialized() else None

@@ -199,7 +199,7 @@ def _measure_training(
         measured |= measure_checkpoint(trainer, change, Path(assignment.checkpoint_folder), measured, save_partial)
     if loss_last and has_checkpoint and trial.inspection.profiles:
         # Not after the profiles either: their steps would make the model differ from that of other rows.
-        text = "profiles follow, and with parameters on a disk DeepSpeed fails in a step after it"
+        text = "profiles follow, and with parameters on a disk, computing it makes DeepSpeed's next step fail"
         measured["notes"] = [*measured["notes"], f"the loss on the first batch was not computed: {text}"]
     elif loss_last:
         measured["repeated_loss"] = training_loop.repeated_loss(trainer)
@@ -227,9 +227,9 @@ def _uses_tf32() -> bool:
 def _backward_with_ledger(engine: Any, loss: torch.Tensor) -> ledger.Ledger:
     """Run backward. Return a ledger from inside it: stages 1 and 2 hold their gradient buckets only there.
 
-    At stage 2, which frees gradients along the way, it is from the middle of backward; below, from the last gradient.
-    Empty at stage 3, where the bucket always exists and hooks on partitioned parameters are never called; and for
-    reference engines, which hold just as much when backward has ended.
+    At stage 2, which frees gradients along the way, it is from the middle of backward; at stages 0 and 1, from the
+    last gradient. Empty at stage 3, where the bucket always exists and hooks on partitioned parameters are never
+    called; and for reference engines, which hold just as much when backward has ended.
     """
     if engine.zero_optimization_stage() == 3 or isinstance(engine, ReferenceEngine):
         engine.backward(loss)

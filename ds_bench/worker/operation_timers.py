@@ -295,7 +295,7 @@ def cpu_adam_bytes(optimizer: DeepSpeedCPUAdam) -> int:
     """Bytes that the optimizer's next step moves between memory and processor.
 
     Per element it reads weight, gradient and both moments and writes weight and moments
-    (csrc/adam/cpu_adam_impl.cpp): 28 bytes where all are fp32.
+    (csrc/adam/cpu_adam_impl.cpp): 28 bytes if all are fp32.
     """
     total = 0
     for group in optimizer.param_groups:

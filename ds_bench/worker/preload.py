@@ -69,7 +69,7 @@ for name in filter(None, (*MODULES, *os.environ.get("DS_BENCH_PRELOAD", "").spli
         MISSING.append(name)
 if os.environ.get("DS_ACCELERATOR") == "cpu":
     with contextlib.suppress(Exception):
-        # DeepSpeed reads this as each rank connects (comm/torch.py, build_shm_op), which compiles and links a program.
+        # DeepSpeed reads this, which compiles and links a program, as each rank connects (comm/torch.py, build_shm_op).
         importlib.import_module("deepspeed.ops").__compatible_ops__  # noqa: B018
     for name in filter(None, os.environ.get("DS_BENCH_PRELOAD_OPS", "").split(",")):
         # An op that fails here fails again in the rank that needs it, which reports it.

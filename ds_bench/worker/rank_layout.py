@@ -1,6 +1,6 @@
 """How the ranks of a trial find each other, and which of them train on the same data.
 
-On one host they rendezvous through a file; on several hosts, at the master's address. Ranks that share data are a
+On one host they rendezvous through a file; on several hosts, at the master's address. Ranks that share data form a
 tensor-parallel group (AutoTP) or a sequence-parallel group (Ulysses).
 
 A group consists of consecutive ranks. Ranks of a tensor-parallel group get the same batch; ranks of a

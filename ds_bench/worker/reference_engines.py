@@ -60,8 +60,8 @@ class ReferenceEngine:
         return self.module(**batch)
 
     def weight_fragments(self) -> Iterator[tuple[str, int, torch.Tensor]]:
-        """Yield for each trained tensor that this rank holds a part of: name, index of the first value, and the values,
-        flat; the parts of all ranks make up the model, each weight once."""
+        """Yield the name, the index of the first value and the flat values of this rank's part of each trained tensor;
+        the parts of all ranks make up the model, each weight once."""
         yield from ()
 
     @property

@@ -1,8 +1,8 @@
 """Replaces the loss or the MLPs of a causal language model with code that has the same result in less memory.
 
-A Transformers model converts its logits to fp32, keeps their log-softmax for the backward pass, and there makes two
-more tensors of that size: 12 bytes for each token and each word of the vocabulary, more than everything else
-for long sequences. All variants give the same loss except for rounding. A tiled MLP is computed for one part of the
+A Transformers model converts its logits to fp32 and keeps their log-softmax for the backward pass, which makes two more
+tensors of that size: 12 bytes for each token and each word of the vocabulary, more than everything else for long
+sequences. All variants give the same loss except for rounding. A tiled MLP is computed for one part of the
 tokens after another, and again in the backward pass, so that only its input is kept (DeepSpeed's TiledMLP,
 runtime/sequence_parallel).
 """
@@ -149,7 +149,7 @@ def install_tiled_mlp(model: torch.nn.Module) -> None:
     def tiled_forward(block: Any, hidden: torch.Tensor) -> torch.Tensor:
         # The same on all ranks, whose sequences are equally long; otherwise ranks would deadlock at stage 3.
         tiles = count_mlp_tiles(hidden.shape[-2], hidden.shape[-1])
-        # With the parameters, whose gradients DeepSpeed takes only with the last part (ds_grad_is_ready).
+        # The parameters are passed too: DeepSpeed takes their gradients only with the last part (ds_grad_is_ready).
         output: torch.Tensor = TiledMLP.apply(forward_of_tile, block, hidden, tiles, list(block.parameters()))
         return output
 

@@ -290,7 +290,7 @@ def measure_communication(trainer: Trainer) -> dict[str, Any]:
     """Return the fields ``communication`` and ``step_parts`` of a RankMeasurement, from two steps.
 
     Each collective operation, and on GPUs each copy between host and device, is made synchronous. Every rank must call
-    it.
+    this.
     """
     if trainer.engine.zero_optimization_stage() == 3:  # a pass without backward has left gathered parameters behind
         trainer.step()

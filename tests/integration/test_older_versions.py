@@ -88,7 +88,7 @@ def test_every_stage_and_offload_train_and_hold_what_was_predicted(python: Path,
     assert doubtful == ({"zero2"} if DEEPSPEED == "0.18.9" else set())
 
 
-@pytest.mark.skipif(DEEPSPEED != "0.17.6", reason="this version trains wrongly with accumulation")
+@pytest.mark.skipif(DEEPSPEED != "0.17.6", reason="this version trains incorrectly with accumulation")
 def test_wrong_training_is_a_caveat_of_the_row_and_shows_in_its_loss(python: Path, tmp_path: Path) -> None:
     records(python, tmp_path, "--num-gpus 2 --batch-size 2 --stages 1 2 3 --grad-accum 4 --precision fp32")
     both = {"trained_wrongly", "loss_differs"}

@@ -151,7 +151,7 @@ def test_settings_that_the_replay_does_not_know_are_left_to_the_rule() -> None:
         (replace(llama(zero(2)), changes={"zero_optimization": {"contiguous_gradients": False}}),
          "contiguous_gradients off"),
         (replace(llama(zero(1)), changes={"data_types": {"grad_accum_dtype": "fp32"}}),
-         "gradients in another number format"),
+         "gradients in a different number format"),
         (with_liger_loss(llama(zero(3), loss="liger")), "the liger loss"),
         (with_frozen_embedding(llama(make_configuration(named_strategy("fsdp2")))), "frozen parameters in FSDP2"),
         (llama(zero(3), compile="torch"), None),  # whose activations are not known
