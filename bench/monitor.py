@@ -21,9 +21,9 @@ import harness  # noqa: F401 - makes the package importable
 import torch
 
 from ds_bench.config.spec import Configuration, Inspection, Placement, Trial, Workload
-from ds_bench.launch.trial_watcher import StepMonitor
-from ds_bench.records.monitor_files import StepFileWriter, StepSample
+from ds_bench.launch.step_monitor import StepMonitor
 from ds_bench.records.rank_files import HeartbeatWriter
+from ds_bench.records.step_files import StepFileWriter, StepSample
 from ds_bench.worker import training_loop
 from ds_bench.worker.step_clock import StepClock, StepRecorder
 

@@ -62,7 +62,7 @@ from .report.combined_table import has_passes
 from .report.comparison_report import ComparisonReport, build_report
 from .report.progress import ProgressReporter, nsys_command, profile_files_line, run_plan_lines, stand_in_line
 from .report.terminal_report import print_reports
-from .system import files, gpu_state, invocation, processes, terminal
+from .system import device_locks, files, invocation, processes, terminal
 from .system.environment import (
     Environment,
     Machine,
@@ -204,8 +204,8 @@ def _devices_of_run(plan: RunPlan, machine: Machine, hosts: Hosts | None) -> Ite
                     locks = hosts.lock_devices(placement, line.say)
             else:
                 gpus = machine.environment.gpus
-                names = gpu_state.device_names(placement.accelerator, gpus, range(placement.num_gpus))
-                locks = held.enter_context(gpu_state.locked_devices(names, line.say))
+                names = device_locks.device_names(placement.accelerator, gpus, range(placement.num_gpus))
+                locks = held.enter_context(device_locks.locked_devices(names, line.say))
             # The first reading shows the memory and the clocks that the other run caused.
             if locks.waited:
                 machine = _read_machine(plan.options)

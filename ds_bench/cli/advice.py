@@ -15,7 +15,7 @@ from ..config.spec import Configuration, Placement, Precision
 from ..errors import UsageError
 from ..models import lookup
 from ..models.presets import ModelFacts, preset_remedy
-from ..recommend import guide
+from ..recommend import strategy_guide
 from ..system import invocation, terminal
 from ..units import format_items, format_with_suffix
 
@@ -48,7 +48,7 @@ def show_advice(model: str, num_gpus: int, precision: Precision, grad_accum: int
             terminal.print_text(f"note: {terminal.escape_controls(line)}", sys.stderr)
         configurations = [replace(each, label=f"{each.name} (stage {each.stage})") for each in usable]
     for configuration in configurations:
-        lines = guide.advice_lines(
+        lines = strategy_guide.advice_lines(
             configuration,
             parameters=facts.parameters,
             num_gpus=num_gpus,
@@ -56,7 +56,7 @@ def show_advice(model: str, num_gpus: int, precision: Precision, grad_accum: int
             grad_accum=grad_accum,
         )
         terminal.print_text("\n".join(lines))
-    terminal.print_text("\n" + "\n".join(guide.general_lines(num_gpus)))
+    terminal.print_text("\n" + "\n".join(strategy_guide.general_lines(num_gpus)))
     return 0
 
 

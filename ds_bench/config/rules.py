@@ -385,7 +385,8 @@ _REFUSED_IN_ROWS = (
          when=lambda case: (case.stage == 3 and type(size := case.value(f"{ZERO}zero_hpz_partition_size", 1)) is int
                             and case.ranks is not None and size > 1 and case.ranks % min(size, case.ranks) != 0),
          stops_when=TRAINING_STARTS, reason="zero_hpz_partition_size does not divide the number of ranks, {ranks}",
-         remedy="give a divisor of the number of ranks, such as the number of GPUs of one node", source="utils/groups.py"),
+         remedy="give a divisor of the number of ranks, such as the number of GPUs of one node",
+         source="utils/groups.py"),
 )
 
 _CAVEATS_OF_ROWS = (

@@ -42,7 +42,7 @@ from ..records.rank_files import (
     Assignment,
     append_exit,
 )
-from ..system import files, gpu_state, processes
+from ..system import device_locks, files, gpu_state, processes
 from ..system.environment import Interpreter, read_environment, read_interpreter
 from ..system.helper_programs import run_tool
 from ..system.host_resources import read_oom_kill_count
@@ -317,10 +317,10 @@ class HostAgent:
             variables = _host_variables(here, os.environ, python)
             return rank_environment.build_ops(here, rows, variables, say, lambda _elapsed: None, python)
 
-        def lock_devices(accelerator: str, slots: Sequence[int]) -> gpu_state.DeviceLocks:
+        def lock_devices(accelerator: str, slots: Sequence[int]) -> device_locks.DeviceLocks:
             # Held until the agent ends.
-            names = gpu_state.device_names(accelerator, read_environment().gpus, slots)
-            return self._locks.enter_context(gpu_state.locked_devices(names, say))
+            names = device_locks.device_names(accelerator, read_environment().gpus, slots)
+            return self._locks.enter_context(device_locks.locked_devices(names, say))
 
         answers: dict[str, Callable[..., Any]] = {
             "environment": lambda python=None: read_environment(interpreter=_interpreter(python)),

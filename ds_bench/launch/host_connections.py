@@ -25,7 +25,7 @@ from typing import IO, Any
 
 from ..config.spec import Placement
 from ..records import json_files
-from ..system.gpu_state import DeviceLocks
+from ..system.device_locks import DeviceLocks
 from ..system.processes import die_with_parent, import_variables
 from .host_agent import HostEnd
 from .message_stream import SILENCE_SECONDS, Message, MessageStream, code_digest

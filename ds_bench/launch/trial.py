@@ -40,7 +40,8 @@ from .scratch import (
     rendezvous_file,
     swap_folder,
 )
-from .trial_watcher import Ending, Limits, Progress, ProgressCallback, StepMonitor, watch
+from .step_monitor import StepMonitor
+from .trial_watcher import Ending, Limits, Progress, ProgressCallback, watch
 
 _COLLECTIVE_MARGIN_SECONDS = 120.0
 """Added to a trial's limits, so that the parent can notice that one is exceeded and request stacks."""

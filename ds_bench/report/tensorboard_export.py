@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from ..analysis.load_results import Result, run_folder_of
 from ..analysis.loss_parity import with_loss_caveats
-from ..records.monitor_files import TensorBoardFile, TrialStep, read_steps
 from ..records.run_folder import last_trial_folder
+from ..records.step_files import TensorBoardFile, TrialStep, read_steps
 from ..units import format_items
 
 if TYPE_CHECKING:

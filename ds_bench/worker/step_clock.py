@@ -2,7 +2,7 @@
 
 Nothing waits for the device: on CUDA, events mark the ends of steps. The losses of a step are copied to page-locked
 memory on the stream and read once the device has passed the mark that ends the step, usually one step later. Reports go
-to memory that the parent reads (``records.monitor_files``).
+to memory that the parent reads (``records.step_files``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..records.monitor_files import StepFileWriter, StepSample
+from ..records.step_files import StepFileWriter, StepSample
 
 _MAX_PENDING = 64
 """Maximum number of steps whose losses wait to be read; if the host runs further ahead, losses are left out."""

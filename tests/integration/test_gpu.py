@@ -193,7 +193,7 @@ def test_copies_between_host_and_device_are_timed_and_cpu_adam_with_them(tmp_pat
 def test_the_monitor_does_not_wait_for_the_device_between_steps(tmp_path: Path) -> None:
     import torch
 
-    from ds_bench.records.monitor_files import StepFileReader
+    from ds_bench.records.step_files import StepFileReader
     from ds_bench.worker.step_clock import StepClock, StepRecorder
 
     recorder, reader, clock = StepRecorder(tmp_path, 0, "cuda", 2, 64), StepFileReader(tmp_path, 0), StepClock("cuda")

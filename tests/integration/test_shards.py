@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ds_bench.cli.report import build_reports
-from ds_bench.system.gpu_state import device_names, locked_devices
+from ds_bench.system.device_locks import device_names, locked_devices
 from tests.support.real_trials import ROOT, Script
 from tests.support.slurm import SlurmCluster
 

@@ -28,8 +28,8 @@ from ds_bench.launch.remote_trial import FileReceiver, RemoteTrial
 from ds_bench.records import json_files, rank_files
 from ds_bench.records.rank_files import TRIAL_VARIABLE, Assignment, HeartbeatWriter
 from ds_bench.system import processes
+from ds_bench.system.device_locks import DeviceLocks
 from ds_bench.system.environment import Environment, read_environment
-from ds_bench.system.gpu_state import DeviceLocks
 from tests.support.local_agents import make_hosts_trial
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from ds_bench.analysis import load_results
 from ds_bench.cli import commands
-from ds_bench.records.monitor_files import STEPS_FILE
+from ds_bench.records.step_files import STEPS_FILE
 from ds_bench.report.tensorboard_export import tracked_runs
 from tests.support import fakes
 

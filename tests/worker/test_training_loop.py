@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ds_bench.records.monitor_files import StepFileReader
 from ds_bench.records.rank_files import HeartbeatWriter, read_beat
+from ds_bench.records.step_files import StepFileReader
 from ds_bench.worker import training_loop
 from ds_bench.worker.step_clock import StepClock, StepRecorder
 from tests.support.batches import batches

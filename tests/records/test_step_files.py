@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ds_bench.records import monitor_files
-from ds_bench.records.monitor_files import StepFileReader, StepFileWriter, StepSample, TrialStep, read_steps
+from ds_bench.records import step_files
+from ds_bench.records.step_files import StepFileReader, StepFileWriter, StepSample, TrialStep, read_steps
 
 
 def sample(number: int, loss: float | None = 2.5, **memory: int) -> StepSample:
@@ -27,7 +27,7 @@ def test_a_reader_gets_every_step_once_with_what_is_not_known_as_none(tmp_path: 
 
 def test_a_reader_that_comes_late_gets_the_last_steps_under_their_numbers(tmp_path: Path) -> None:
     writer, reader = StepFileWriter(tmp_path, 0, 1), StepFileReader(tmp_path, 0)
-    count = monitor_files._CAPACITY + 5
+    count = step_files._CAPACITY + 5
     for number in range(count):
         writer.add(sample(number))
     seen = list(reader.new_samples())
@@ -38,7 +38,7 @@ def test_a_reader_that_comes_late_gets_the_last_steps_under_their_numbers(tmp_pa
 def test_lines_that_are_no_steps_are_left_out(tmp_path: Path) -> None:
     assert read_steps(tmp_path) == []
     line = b'{"step": 0, "phase": "warmup", "time": 1.0, "seconds": 0.5, "tokens_per_second": 256.0, "loss": null}'
-    (tmp_path / monitor_files.STEPS_FILE).write_bytes(line + b'\n{"step": 1}\nnonsense\n' + line[:40])
+    (tmp_path / step_files.STEPS_FILE).write_bytes(line + b'\n{"step": 1}\nnonsense\n' + line[:40])
     assert read_steps(tmp_path) == [
         TrialStep(step=0, phase="warmup", time=1.0, seconds=0.5, tokens_per_second=256.0, loss=None)
     ]

@@ -8,7 +8,7 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from ds_bench.config.spec import Configuration
-from ds_bench.recommend.guide import advice_lines
+from ds_bench.recommend.strategy_guide import advice_lines
 from tests.support import fakes
 
 ZERO, OFFLOAD = fakes.zero, fakes.offload
