@@ -1,8 +1,8 @@
 """The functions of ``import ds_bench``: run a comparison, load a result, predict memory (docs/ci_and_python.md).
 
-``run`` and ``plan`` take the flags of these commands as keywords, and ``load`` takes results only. They print nothing.
-Where a command prints one line and exits with 2, they raise UsageError or PreflightError. ``keywords.pyi`` types their
-keywords for type checkers; ``scripts/make_keywords.py`` makes it from the flags.
+``run`` and ``plan`` take the flags of the commands of the same name as keywords, and ``load`` takes results only. They
+print nothing. Where a command prints one line and exits with 2, they raise UsageError or PreflightError.
+``keywords.pyi`` types their keywords for type checkers; ``scripts/make_keywords.py`` makes it from the flags.
 """
 
 from __future__ import annotations

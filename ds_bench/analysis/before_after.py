@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .row import Run
 
 _CHANGES = ("num_steps", "warmup_steps", "launch", "torch", "deepspeed", "script.python")
-"""Facts that may be the change itself: they do not forbid a ratio."""
+"""Facts that may be the change itself: they do not rule out a ratio."""
 _IRRELEVANT = ("launcher", "nvme_path", "supported_precisions")
 """Facts that do not change what runs, or whose effect ``launch`` or the configuration shows."""
 
@@ -56,7 +56,7 @@ class BeforeAfter:
 
     rows: tuple[RowChange, ...]
     hardware: tuple[str, ...]
-    """Differences between the hosts, or one line if a result's host is unknown: any line forbids every ratio."""
+    """Differences between the hosts, or one line if a result's host is unknown: any line rules out every ratio."""
     software: tuple[str, ...]
     settings: tuple[str, ...]
     """Other differences between the environments."""

@@ -1,4 +1,4 @@
-"""Groups runs into rows, finds the facts that forbid a ratio between two rows, and labels rows."""
+"""Groups runs into rows, finds the facts that rule out a ratio between two rows, and labels rows."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _is_measured(run: Run) -> bool:
 
 
 def incomparable_facts(a: Run, b: Run) -> list[Difference]:
-    """Return the facts that forbid a ratio between two rows; empty if nothing does.
+    """Return the facts that rule out a ratio between two rows; empty if nothing does.
 
     The ratio is of tokens per second, so two rows may differ in what the comparison varies, in micro-batch if each
     uses its largest, and in sequence length if each uses its longest. Facts known only from the run (versions, GPUs,

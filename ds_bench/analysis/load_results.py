@@ -1,7 +1,7 @@
 """Reads a result: turns the files that the user names into runs and the environment of the measurement.
 
-A run folder holds everything, a flat JSON only figures (:func:`flat_run`). An unusable file raises a UsageError of one
-line. :mod:`merge_results` combines several results.
+A run folder holds everything, a flat JSON only figures (:func:`flat_run`). An unusable file raises a one-line
+UsageError. :mod:`merge_results` combines several results.
 """
 
 from __future__ import annotations

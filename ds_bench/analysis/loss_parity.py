@@ -37,7 +37,7 @@ _STAGE0_WRAPPERS = ("FP16_UnfusedOptimizer", "FP16_Optimizer")
 _QUIRK_MIN_DIFFERENCE = 2e-5
 """Relative difference of the losses above which the quirk of a row is reported."""
 _QUIRK_LOSS_TOLERANCE = 0.02
-"""Relative difference of the losses above which the one extra Adam step does not explain it."""
+"""Relative difference of the losses that is too large for the quirk's one extra Adam step to explain."""
 _QUIRK_WEIGHT_TOLERANCE = 0.3
 """The same for the weights (see ``_WEIGHT_TOLERANCE``).
 
@@ -120,7 +120,7 @@ def compare_losses(runs: Sequence[Run]) -> dict[int, Caveat]:
 
 
 def _differences(reference: Run, group: _Group) -> dict[int, Caveat]:
-    """Caveats by index of rows that differ from the reference early in the run, then of rows that differ only later."""
+    """Caveats, by index, for rows that differ from the reference early in the run, then for rows that differ later."""
     early = {index: _early_difference(reference, run) for index, run in group.items()}
     alike_early = {index: run for index, run in group.items() if early[index] is None}
     found = {index: caveat for index, caveat in early.items() if caveat is not None}
@@ -236,7 +236,7 @@ def _other_training(runs: Sequence[Run]) -> dict[int, Caveat]:
     caveats = dict[int, Caveat]()
     for group in points.values():
         parts = _split_by_settings(group, _may_train_otherwise)
-        # All rows that cannot train otherwise are in one part, which wins whatever its size.
+        # All rows that cannot train differently are in one part, which wins whatever its size.
         sizes = [(not all(map(_may_train_otherwise, part.values())), len(part)) for part in parts]
         usual = parts[sizes.index(max(sizes))] if sizes.count(max(sizes)) == 1 else None
         for part in (each for each in parts if each is not usual):
@@ -363,7 +363,7 @@ def _early_difference(reference: Run, run: Run) -> Caveat | None:
 
 
 def _late_differences(reference: Run, alike_early: _Group) -> dict[int, Caveat]:
-    """Caveats by index of rows that trained alike in the first steps and then drifted unusually far apart.
+    """Caveats, by index, for rows that trained alike in the first steps and then drifted unusually far apart.
 
     Rows are compared with the one that most others agree with over the whole run; if several tie, with the reference.
     The usual drift is the median over the other rows, each represented by the mean of its runs. A row's own repeats do

@@ -366,9 +366,9 @@ class Options:
     token_file: TokenFile | None = None
     """The token file of ``data``; None until the plan is made."""
     base_file: ConfigurationFile | None = None
-    """The configuration of ``base_config``; None until it is read, and without one."""
+    """The configuration of ``base_config``; None until it is read, or if there is none."""
     own_script: Script | None = None
-    """The script of ``script``; None until the plan is made, and without one."""
+    """The script of ``script``; None until the plan is made, or if there is none."""
     typed: frozenset[str] | None = None
     """Options whose flags were typed over a recipe; None without a recipe file."""
 

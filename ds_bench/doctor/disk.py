@@ -66,7 +66,7 @@ def check_nvme_folder(path: Path) -> NvmeFolder:
     if kind in IN_MEMORY:
         caveat = Caveat(CaveatKind.NVME_IN_MEMORY, {"file_system": kind})
     elif kind == "overlay":
-        caveat = note("--nvme-path is a container's overlay (overlay), not an NVMe disk")
+        caveat = note("--nvme-path is on a container's overlay file system, not an NVMe disk")
     elif kind is not None and kind.startswith(NETWORK):
         caveat = note(f"--nvme-path is on a network or shared file system ({kind}), not a local NVMe disk")
     return NvmeFolder(file_system=kind, caveat=caveat)

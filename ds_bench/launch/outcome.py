@@ -94,7 +94,7 @@ def determine_outcome(evidence: Evidence) -> TrialOutcome:
             return TrialOutcome(outcome=success, measurements=measurements, failures=failures, caveats=caveats)
     outcome = (
         # The first that applies, because each may cause those below it: a rank's own report about memory says the most;
-        # a lost host, a dead server or a full disk makes ranks die by signals or raise; a missing file says the least.
+        # a lost host, a dead server or a full disk makes ranks raise or die by a signal; a missing file says the least.
         _oom_outcome(failures, evidence)
         or _outside_outcome(evidence)
         or _collective_timeout_outcome(failures, evidence)
@@ -238,7 +238,7 @@ def _signal_outcome(failures: tuple[RankFailure, ...], evidence: Evidence) -> Ou
     if evidence.ending in ("timeout", "stalled"):
         return None
     exits = _read_exits_without_file(evidence)
-    # We send signals only after the other ranks' time to report, which starts with the first sign of failure.
+    # We send signals only after the other ranks have had time to report, from the first sign of failure on.
     first_sign = min([failure.time for failure in failures] + [entry.time for entry in exits], default=0.0)
     first_of_ours = first_sign + evidence.limits.failure_grace_seconds
     first_exception = min((failure.time for failure in failures if failure.kind != "peer_lost"), default=first_of_ours)

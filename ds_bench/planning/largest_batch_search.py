@@ -67,7 +67,7 @@ class SizeSearch:
     def find_largest(self, row: RequestedRow) -> tuple[int, tuple[Caveat, ...]]:
         """Find the largest micro-batch, or the longest sequence in tokens, that trains, with caveats about it.
 
-        A time limit says nothing about memory, so no larger size is tried after one: sizes are halved until one trains,
+        A timeout says nothing about memory, so after one, no larger size is tried: sizes are halved until one trains,
         or down to the largest that has trained. If none trains, or a probe fails for another reason, such as a hang
         before its first step, returns the failing size, so that the comparison shows the error. Raises
         KeyboardInterrupt if the user interrupts it; finished probes are kept for ``--resume``.
@@ -182,7 +182,7 @@ class SizeSearch:
         if failed:
             known[max(1, failed[0] - resolution(failed[0]) * (2 ** (len(failed) - 1) - 1))] = False
         late += [units for record, units in probes if _was_too_slow(record.outcome)]
-        # Above a size that does not fit, memory ends the search.
+        # A timeout above a size that does not fit is ignored: memory already ends the search there.
         largest, failure = largest_trained(known) or 0, smallest_failure(known) or MAX_SEQ_LENGTH
         return known, min((units for units in late if largest < units < failure), default=None)
 
@@ -265,7 +265,7 @@ def next_size(trained: Mapping[int, bool], start: int, limit: int) -> int | None
 
 
 def resolution(size: int) -> int:
-    """Return the gap at which the search ends: speeds at sizes that close differ by less than the noise of runs."""
+    """Return the gap at which the search ends: speeds at two sizes this close together differ by less than noise."""
     return max(1, int(size * SEARCH_ACCURACY))
 
 

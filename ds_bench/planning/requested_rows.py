@@ -182,7 +182,7 @@ _FLAG_OF_AXIS = {"micro_batch": "batch_size", "torch_autocast": "precision", "bf
 
 
 def axis_notes(options: Options) -> list[str]:
-    """Return a note for each axis that some rows do not vary.
+    """Return a note for each axis that is not varied in some rows.
 
     Raises UsageError for an axis that acts in no row, or that sets what a flag sets.
     """

@@ -19,7 +19,7 @@ _ALLOCATED_SHARE, _CACHE_BYTES = 1.05, from_gb(6.5)
 that ran out of memory is predicted to fit (``bench/published_memory.py``)."""
 VARYING_PERCENT = 100
 """The rule's upper bound on what varying lengths add: replays of six strategies of Llama-2-7B with 512, 4,096 and
-16,384 tokens, with and without checkpointing, reserve up to 91 % more if the length grows by eighths."""
+16,384 tokens, with and without checkpointing, reserve up to 91 % more if the length grows in steps of one eighth."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,7 +54,7 @@ class MemoryCapacity:
 
     @classmethod
     def from_environment(cls, environment: Environment, placement: Placement) -> MemoryCapacity:
-        """Return the capacity of a placement on this machine, with the limits of its flags.
+        """Return the capacity of a placement on this machine, within the limits that its flags set.
 
         With several hosts, the smallest counts; host memory is unknown until the hosts' environments are known.
         """

@@ -136,8 +136,8 @@ class Speeds:
     def tied(self, best: Candidate, rows: Sequence[Candidate]) -> list[Candidate]:
         """Return the ``rows`` tied with ``best`` by speed, including ``best`` itself if it is among them.
 
-        Rows within ``NEGLIGIBLE`` of it that offload less and use a comfortable share of the card count too: so small a
-        lead is not worth host memory or a disk.
+        Rows within ``NEGLIGIBLE`` of it are also tied if they offload less and use a comfortable share of the card: so
+        small a lead is not worth host memory or a disk.
         """
         return [
             row

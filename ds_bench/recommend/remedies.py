@@ -38,7 +38,7 @@ class Ending(NamedTuple):
 def _timeout_remedy(run: Run) -> str:
     if run.outcome.phase not in ("hello", "import", "build", "init"):
         return "timeout"
-    # NCCL may have chosen the bridge of containers or virtual machines.
+    # NCCL may have chosen the network bridge of a container or virtual machine.
     return "timeout_at_start_of_hosts" if run.trial.placement.num_nodes > 1 else "timeout_at_start"
 
 
@@ -347,7 +347,7 @@ def failed_setup(run: Run, comparison: Comparison, shortage: Shortage) -> Failed
     failed = {row.configuration.layout for row in rows} - trained
     # On the CPU accelerator host memory is all there is, and predictions include no GPU memory.
     of_device, of_host = (Shortage(), shortage) if _is_host_memory(run) else (shortage, Shortage())
-    # Lowered by the memory that trained rows hold outside torch's allocator. Never raised, because a run of the
+    # Lowered by the memory that trained rows hold outside torch's allocator. Never raised, because a run with the
     # change is planned for the whole GPU.
     gpu_bytes = comparison.device_capacity_bytes
     successes = [run.row for row in comparison.rows for run in row.successes]
@@ -472,7 +472,7 @@ def _change_fact(change: Alternative, setup: FailedSetup) -> Fact:
         if new != old
     ]
     trained = change.settings.keys() == {"strategy"} and change.layout in setup.trained
-    values = {"what": settings_text(change.settings), "sizes": sizes or "to take the same"}
+    values = {"what": settings_text(change.settings), "sizes": sizes or "to take the same amount of memory"}
     return Fact("change_that_trained" if trained else "change", values)
 
 

@@ -1,7 +1,8 @@
 """When to use each strategy, what it saves and costs for a model and number of GPUs, and rules of thumb for the stage.
 
 Bytes are computed by formula for AdamW (``prediction.model_states``), per rank and without activations. The rules of
-thumb look only at how full a card is and hold for any model; ``remedies`` has predictions for a given one.
+thumb look only at the user's priority and at how full a card is, and hold for any model; ``remedies`` has predictions
+for a given one.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _STAGES: Mapping[int, _Texts] = {
     ),
     2: (
         "stage 1 barely fits or does not: gradients no longer need to be whole on each GPU",
-        "there is one GPU, or accumulation is long on a slow link: each micro-batch reduces gradients",
+        "there is one GPU, or many micro-batches are accumulated over a slow link: each of them reduces gradients",
         "optimizer states and gradients are partitioned over the GPUs; parameters stay whole on each",
     ),
     3: (
@@ -159,7 +160,7 @@ RULES = {
 
 
 def general_lines(num_gpus: int) -> list[str]:
-    """Return the rules for any model, before anything was measured."""
+    """Return the rules for any model, for use before anything has been measured."""
     lines = ["Rules of thumb, by what a measured run shows:", *(f"  {when}: {then}" for when, then in RULES.items())]
     if num_gpus == 1:
         lines += [

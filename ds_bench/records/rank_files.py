@@ -1,9 +1,9 @@
-"""The files between the parent and the ranks of one trial.
+"""The files through which the parent and the ranks of one trial communicate.
 
 In: ``trial.json`` (what to do), ``ds_config.json``. Out, per rank N: ``rank<N>.json``, written atomically as the rank's
 last act (``rank<N>.measured.json`` before it, in case what follows the measured window fails); ``rank<N>.beat``
-(progress, 48 bytes rewritten in place); ``rank<N>.log`` (output that nobody parses); ``rank<N>.stacks`` (on request).
-The leader of the trial adds a line to ``exits.jsonl`` for every rank that ended.
+(progress, 48 bytes rewritten in place); ``rank<N>.log`` (output, searched only for NCCL's watchdog message);
+``rank<N>.stacks`` (on request). The leader of the trial adds a line to ``exits.jsonl`` for every rank that ended.
 
 In a job on several hosts, each host has a private folder with these files; they are sent to the parent's folder.
 """
@@ -76,7 +76,8 @@ class Assignment:
     rendezvous: str | None
     """``file://…`` on one node; None if the launcher's environment variables say where the ranks connect."""
     scratch_id: str
-    """Digits in the names of this trial's shared-memory segments: its MASTER_PORT, which only a script opens."""
+    """Part of the names of this trial's shared-memory segments: its MASTER_PORT or, on several hosts, MASTER_ADDR and
+    MASTER_PORT. On one host, only a script listens on that port."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables set in every rank before torch is used."""
     swap_folder: str | None = None
@@ -90,8 +91,8 @@ class Assignment:
     def save(self, folder: Path, config: Mapping[str, Any]) -> None:
         """Write trial.json and ds_config.json into the trial's folder.
 
-        ``config``: DeepSpeed's, written with the private folder for NVMe swapping. Only its file holds its credentials,
-        and only the user may read it.
+        ``config``: DeepSpeed's, written with the private folder for NVMe swapping. Only
+        ds_config.json contains its credentials, and only the user may read that file.
         """
         if self.swap_folder is not None:
             config = with_swap_folder(config, self.swap_folder)

@@ -190,7 +190,7 @@ _PASS_COLUMNS: tuple[Column[_NamedRow], ...] = (
 
 
 def has_passes(reports: Sequence[ComparisonReport]) -> bool:
-    """Return whether passes other than training steps were timed, or models of the model-size benchmark trained."""
+    """Return whether passes other than training steps were timed, or all models belong to the model-size benchmark."""
     workloads = [report.first_trial.workload for report in reports if report.comparison.rows]
     sizes = bool(workloads) and all(workload.model.startswith(SIZE_PREFIX) for workload in workloads)
     return sizes or any(workload.pass_type != "train" for workload in workloads)
@@ -241,7 +241,7 @@ def pass_tables(reports: Sequence[ComparisonReport]) -> list[Table]:
     if any(not trial.workload.synchronized for trial in trials):
         notes.append(_NOT_SYNCHRONIZED)
     if any(trial.workload.pass_type != "train" for trial in trials):
-        notes.append("Forward and backward passes are of the model without DeepSpeed; training steps are DeepSpeed's.")
+        notes.append("Forward and backward passes run the model without DeepSpeed; training steps use DeepSpeed.")
     return [*tables[:-1], replace(tables[-1], notes=notes)]
 
 

@@ -46,7 +46,7 @@ def render_page(reports: Sequence[ComparisonReport], generated: str) -> str:
     common = combined_table.common_facts(reports) if reports else ()
     with_rows = [report for report in reports if report.comparison.rows]
     passes = combined_table.has_passes(with_rows)
-    # Points of a sweep are grouped by model if that makes groups.
+    # Points of a sweep are grouped by model if there are several models, some with several points.
     models = [report.facts[0] for report in reports]
     grouped = 1 < len(set(models)) < len(models)
     groups: dict[str, list[dict[str, Any]]] = {}
@@ -121,7 +121,7 @@ def _answer(report: ComparisonReport) -> dict[str, Any]:
     why = answer.headline.values.get("why")
 
     def is_stated(fact: Fact) -> bool:
-        # A caveat that disqualifies a row is a note of that row.
+        # A caveat that disqualifies a row already appears as a note on that row.
         reason = fact.values.get("reason")
         return isinstance(reason, Fact) and reason.kind == "invalid"
 

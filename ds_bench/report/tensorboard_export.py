@@ -75,7 +75,7 @@ def write_tensorboard(runs: TrackedRuns) -> str:
         file.add_summary(hparams_pb(settings, f"{group}/{name}", last_time), last_time)
         for step in steps:
             file.add_scalars(step.shown_values, step.step, step.time)
-        # TensorBoard has no summary: the figures of a run are values of its last step.
+        # TensorBoard has no place for figures of a whole run, so they are written as values of its last step.
         file.add_scalars(numbers, last_step, last_time)
         file.close()
     look = f"tensorboard --logdir {TENSORBOARD_FOLDER}"

@@ -48,7 +48,7 @@ class GpuFacts:
     other_processes: tuple[tuple[int, int | None], ...] | None = None
     """Process id and bytes on the GPU of all but this process. In a container the ids may be the host's, or hidden."""
     mig: bool | None = None
-    """Whether the GPU is divided into MIG instances. The other figures are the whole GPU's in any case."""
+    """Whether the GPU is divided into MIG instances. The other figures are the whole GPU's either way."""
     mig_uuids: tuple[str, ...] = ()
     """``MIG-…`` of each visible instance."""
 

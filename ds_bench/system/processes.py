@@ -68,8 +68,8 @@ def die_with_leader() -> None:
     """Kill this process when the leader of its trial dies, even if other processes are between the two.
 
     Otherwise a launcher's ranks could go on training after its parents have died. If no leader is named, as for a rank
-    started by hand, the leader of this session is used if it lives. A thread waits for its end in the kernel
-    (pidfd_open(2)), which takes no time from the trial.
+    started by hand, the leader of this session is used if it is alive. A thread waits in the kernel
+    (pidfd_open(2)) for it to end, which takes no time from the trial.
     """
     named = os.environ.get(LEADER_VARIABLE)
     leader = int(named) if named else os.getsid(0)
@@ -96,7 +96,7 @@ def adopt_orphans() -> None:
 
 
 def open_gpu_files(process: Path = Path("/proc/self")) -> list[str]:
-    """Device files for computing on a GPU that a process has open. A process forked from it could not use the GPU.
+    """The device files for GPU computing that a process has open. A process forked from it could not use the GPU.
 
     NVML's files (``/dev/nvidiactl``, ``/dev/nvidia0``) do not count, because NVML creates no CUDA context.
     """
@@ -126,7 +126,7 @@ def cuda_is_initialized() -> bool:
 
 
 def descendants(pid: int | None = None) -> set[int]:
-    """Living processes below ``pid`` (this process by default), zombies left out."""
+    """Live processes below ``pid`` (this process by default), zombies left out."""
     import psutil
 
     try:
@@ -137,7 +137,7 @@ def descendants(pid: int | None = None) -> set[int]:
 
 
 def session_members(session: int) -> set[int]:
-    """Living processes of a session, whoever their parents are."""
+    """Live processes of a session, whoever their parents are."""
     members = set()
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -147,7 +147,7 @@ def session_members(session: int) -> set[int]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether any thread of the process lives. After its first thread has ended, the process looks like a zombie."""
+    """Whether any thread of the process is alive. After its first thread has ended, the process looks like a zombie."""
     process = Path(f"/proc/{pid}")
     try:
         threads = map(stat_values, chain([process / "stat"], process.glob("task/*/stat")))
@@ -223,7 +223,7 @@ def end_processes(
 ) -> set[int]:
     """End processes: ``first_signal``, grace, SIGKILL until none is left. Return those that could not be ended.
 
-    ``find``: returns the living ones. It is called repeatedly, since they may start others.
+    ``find``: returns the live ones. It is called repeatedly, since they may start others.
     """
     left = find()
     send_signal(left, first_signal)
@@ -264,9 +264,9 @@ def end_tree(leader: int | None, *, earlier: set[int], grace_seconds: float) -> 
 
 # ------------------------------------------------------------------ Ctrl-C, SIGTERM and SIGHUP
 
-# They interrupt the run while it waits, and are remembered while it cleans up: if a signal raised at any moment,
-# processes, scratch files or an unwritten row could be left behind. It therefore raises KeyboardInterrupt only inside
-# raising_on_interrupt(). Elsewhere it is remembered: the next such block raises on entry.
+# These signals interrupt the run while it waits, and are remembered while it cleans up: if one could raise
+# KeyboardInterrupt at any moment, processes, scratch files or an unwritten row could be left behind. A signal therefore
+# raises it only inside raising_on_interrupt(). Elsewhere it is remembered: the next such block raises on entry.
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _state = {"requested": False, "raising_blocks": 0}
 

@@ -92,7 +92,7 @@ def _repeat(transfer: Callable[[int], None], max_bytes: int, max_seconds: float)
 
 if __name__ == "__main__":
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # DeepSpeed's builders and C++ print; only the answer goes to stdout
+    os.dup2(2, 1)  # DeepSpeed's builders and C++ code print too; only the answer may go to stdout
     try:
         answer = measure(Path(sys.argv[1]), json.loads(sys.argv[2]))
     except Exception as error:  # from the disk, the file system or DeepSpeed

@@ -1,11 +1,11 @@
-"""Timers for the parts of a step besides computing: collectives, CPU Adam, the disk, copies between host and device.
+"""Timers for the collectives, CPU Adam, disk I/O and host-device copies within a step.
 
 DeepSpeed's own code is observed, not replaced: while a timer is active, the methods through which DeepSpeed
 communicates or offloads are timed. Used only in steps after the measured window.
 
 DeepSpeed's own communication logger (``deepspeed.comm.comms_logger``, 0.19.8) is not used. Its time for an operation
-is the sum of all so far with that name (``Timer.elapsed(reset=False)`` in comm/comm.py); it does not see
-``all_gather_coalesced``; it ends the process with exit code 0 at an operation that it does not know, such as
+is the running total of all operations with that name (``Timer.elapsed(reset=False)`` in comm/comm.py); it does not see
+``all_gather_coalesced``; it ends the process with exit code 0 when it meets an operation that it does not know, such as
 ``all_gather_object``; and on the CPU accelerator it times only the launch of an operation that overlaps with
 training, as at stage 3. The timers here cover everything that passes through DeepSpeed's backend, below that logger.
 """
@@ -57,8 +57,8 @@ _WRITES = ("async_pwrite", "sync_pwrite", "pwrite")
 class CommunicationTimer:
     """Times every collective operation of DeepSpeed while it is active.
 
-    Each is waited for, including operations that DeepSpeed overlaps with training, so that its time is its own and
-    nothing overlaps. ``synchronize`` waits for the device.
+    Each is waited for, including operations that DeepSpeed overlaps with training, so that its time
+    includes nothing else. ``synchronize`` waits for the device.
     """
 
     def __init__(self, synchronize: Callable[[], None]) -> None:
@@ -211,7 +211,7 @@ class OffloadTimer:
     """Times CPU Adam, the disk and, if requested, copies between host and device, while it is active.
 
     ``synchronize``: waits for the device; each copy between host and device is then made synchronous, so that its time
-    is its own. None: copies are not timed.
+    includes nothing else. None: copies are not timed.
     """
 
     def __init__(self, engine: Any, synchronize: Callable[[], None] | None = None) -> None:
@@ -252,7 +252,7 @@ class OffloadTimer:
 
     def __exit__(self, *_error: object) -> None:
         self._stack.close()
-        # Operations that nobody has waited for yet count until here.
+        # Operations that nobody has waited for yet are counted up to this moment.
         self.disk.end(None, time.perf_counter())
 
     def _timed_adam(self, optimizer: DeepSpeedCPUAdam, step: Callable[..., Any]) -> Callable[..., Any]:
