@@ -1,7 +1,7 @@
 """The functions of ``import ds_bench``: run a comparison, load a result, predict memory (docs/ci_and_python.md).
 
 ``run`` and ``plan`` take the flags of the commands of the same name as keywords, and ``load`` takes results only. They
-print nothing. Where a command prints one line and exits with 2, they raise UsageError or PreflightError.
+print nothing by default. Where a command prints one line and exits with 2, they raise UsageError or PreflightError.
 ``keywords.pyi`` types their keywords for type checkers; ``scripts/make_keywords.py`` makes it from the flags.
 """
 

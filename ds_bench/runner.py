@@ -92,9 +92,9 @@ def run_comparison(
 ) -> int:
     """Plan, check, run, save and report one comparison. Return the exit code.
 
-    ``points``: the points of a sweep, or one. ``arguments`` and ``recipe``: what run.json keeps of the request; a
-    script has no recipe. ``begun``: called with the run's folder once it exists. Raises DsBenchError for
-    anything the user can fix, before any work, and at the end for a file that could not be written.
+    ``points``: the points of a sweep, or one. ``arguments`` and ``recipe``: what run.json keeps of the request; the
+    families ``zero`` and ``offload`` have no recipe. ``begun``: called with the run's folder once it exists. Raises
+    DsBenchError for anything the user can fix, before any work, and at the end for a file that could not be written.
     """
     options = points[0]
     for name in (*arguments, str(Path.cwd())):
@@ -127,7 +127,7 @@ def run_comparison(
             # A recipe's dry run goes on: its table shows predicted memory.
             if options.dry_run and recipe is None:
                 return print_dry_run(plan, stand_in_line(plan))
-            # Shared memory that killed runs left is freed before the checks look at the memory that is free.
+            # Shared memory left behind by killed runs is freed before the checks look at the free memory.
             remove_abandoned()
             with contextlib.ExitStack() as stack:
                 with processes.raising_on_interrupt():
@@ -525,7 +525,7 @@ class ComparisonRun:
         return launcher
 
     def _search_sizes(self, launcher: Launcher, say: Callable[[str], None]) -> None:
-        """Plan the points with a search at each row's largest micro-batch or longest sequence, and save the plan."""
+        """Plan points with a search, every row at its largest micro-batch or longest sequence, and save the plan."""
         plans = []
         for each in self.plan.plans:
             if each.options.searches_size and each.options.point_text:
@@ -591,7 +591,7 @@ class ComparisonRun:
         except (OSError, UsageError) as error:
             failure = failure or error
         shown = [report for _, report in reports]
-        # A short answer includes the files; after any other output, they get lines of their own.
+        # A short answer names the files; after any other output, they get lines of their own.
         is_short = options.format == "table" and not options.verbose and len(shown) == 1 and not has_passes(shown)
         in_answer = is_short and not removed
         if in_answer and not options.quiet:
@@ -608,7 +608,7 @@ class ComparisonRun:
                 as_markdown = options.format == "markdown"
                 print_reports(shown, sys.stdout, as_markdown=as_markdown, verbose=options.verbose, in_short=True)
         if isinstance(failure, OSError):
-            remedy = files.remedy_of(failure) if removed else f"what had finished is kept; make room, then: {resume}"
+            remedy = files.remedy_of(failure) if removed else f"finished trials are kept; make room, then: {resume}"
             raise ResultsNotWrittenError(f"not every file could be written: {failure}", remedy=remedy)
         if failure is not None:
             raise failure
@@ -676,7 +676,7 @@ class ComparisonRun:
 
 
 def exit_code(options: Options, runs: Sequence[Run]) -> int:
-    """0 a row succeeded, 1 none did, 130 interrupted; with --strict 1 when any failed."""
+    """0 if a row succeeded, 1 if none did, 130 if interrupted; with --strict, 1 if any failed."""
     outcomes = [run.outcome for run in runs]
     if processes.interrupt_requested() or any(outcome.status == schema.INTERRUPTED for outcome in outcomes):
         return INTERRUPTED_CODE
@@ -713,7 +713,10 @@ class ResultBuilder:
         return None if self._peak_flops(precision) else " + ".join(sorted(set(self._gpu_names))) or None
 
     def with_changes(self, record: TrialRecord, *, is_short: bool) -> TrialRecord:
-        """Return a record with what changes to its trial would save and, if it lacked memory, whether they fit."""
+        """Return a record with the memory that changes to its trial would save.
+
+        ``is_short``: whether the trial lacked memory; if so, the record also says which configurations would fit.
+        """
         trial, plan = record.trial, self._plan_of(record.trial)
         if is_short:
             self._short_rows.add(row_key(trial))
@@ -734,7 +737,7 @@ class ResultBuilder:
 
     @property
     def runs(self) -> list[Run]:
-        """Numbers of each trial that has a record, point by point, in the order of the plan.
+        """Figures of each trial that has a record, point by point, in the order of the plan.
 
         Trials that an earlier run of the folder made, and this one does not request, come last in their point.
         """
@@ -742,7 +745,7 @@ class ResultBuilder:
 
     @property
     def points(self) -> list[tuple[Plan, list[Run]]]:
-        """The plan of each point that has records, and their numbers."""
+        """The plan of each point that has records, and the figures of its trials."""
         left = dict(self._run_of_key)
         of_plan = {
             id(plan): [left.pop(work_key(trial)) for trial in plan.trials if work_key(trial) in left]

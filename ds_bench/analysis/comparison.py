@@ -194,7 +194,7 @@ class Comparison:
 
     @property
     def accelerator(self) -> str | None:
-        """``cuda`` or ``cpu``, where every row ran; None without rows, or if rows of both are compared."""
+        """``cuda`` or ``cpu``, if every row ran there; None without rows, or if rows of both are compared."""
         found = {row.trial.placement.accelerator for row in self.rows}
         return found.pop() if len(found) == 1 else None
 
@@ -239,9 +239,9 @@ def compare(
     baseline = chosen if chosen is not None and chosen.succeeded else None
     compared = tuple(_relative_to_baseline(rows, baseline, reference))
     measured = [row for row in compared if row.succeeded]
-    # Host memory has a Pareto front only if a row offloads to it, or if there is no other memory.
+    # Host memory has a Pareto front only if a row offloads something, or if there is no other memory.
     uses_host_memory = any(row.configuration.layout[1:] != ("none", "none") for row in measured)
-    # Where no row has GPU memory, all ran on the CPU accelerator.
+    # If no row has GPU memory, all ran on the CPU accelerator.
     on_host = uses_host_memory or all(row.gpu_peak_bytes is None for row in measured)
     return Comparison(
         rows=compared,
@@ -336,7 +336,7 @@ def _first_valid_row(rows: Sequence[ComparisonRow], first: ComparisonRow | None)
 def _relative_to_baseline(
     rows: Sequence[ComparisonRow], baseline: ComparisonRow | None, reference: ComparisonRow | None
 ) -> Iterator[ComparisonRow]:
-    """The rows with ratios to the baseline or the facts that forbid one; without a baseline, with ``ratios`` alone."""
+    """The rows with ratios to the baseline or the facts that forbid them; without a baseline, with ``ratios`` alone."""
     if reference is None:
         return
     first = reference.representative

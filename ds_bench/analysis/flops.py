@@ -1,8 +1,8 @@
 """Floating-point operations (FLOPs) per token, and peak rates of devices, for model FLOPs utilization (MFU).
 
-FLOPs are computed from the model's shape or, if it is unknown, counted by operation (``worker.flop_count``); a
-multiply-add counts as two. Conventions differ by 3 to 16 % on common models, so each number is stored with its
-convention; do not compare numbers of different conventions.
+FLOPs are computed from the model's shape or, if it is unknown or the model is trained in part, counted by operation
+(``worker.flop_count``); a multiply-add counts as two. Conventions differ by 3 to 16 % on common models, so each number
+is stored with its convention; do not compare numbers across conventions.
 
 Peak rates come from a table of devices (``system/device_specifications.json``), found by name. A device missing from
 the table has no peak rate: the rate of a similar device is never assumed.

@@ -137,7 +137,7 @@ def _holds_run(folder: Path) -> bool:
 
 
 def _load_run(folder: Path, source: Path, whole: bool, rows: Sequence[Row] | None = None) -> Result:
-    """``rows``: those of its flat JSON, if already read."""
+    """``rows``: those of the folder's flat JSON, if already read."""
     notes: list[str] = []
     run_info, file = reader.read_run(folder / RUN_FILE, notes), folder / RECORDS_FILE
     if not file.exists():

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .row import Run
 
 _EARLY_STEPS = 10
-"""Number of first steps whose losses and gradient norms are compared: later on, rounding makes even correct rows
+"""Number of initial steps whose losses and gradient norms are compared: later on, rounding makes even correct rows
 diverge."""
 _LOSS_TOLERANCE = {"fp32": 2e-4, "bf16": 5e-3, "fp16": 5e-3}
 """Relative difference of the losses that rounding explains in the first ten steps, by precision."""
@@ -45,7 +45,8 @@ The first three updates of a row with the quirk are 0.74, 0.86 and 0.91 times th
 off by 0.26 after one step and by 0.10 after twelve.
 """
 _SHORT_STEPS = 25
-"""A trial without warm-up has no early window; up to this many steps its total weight change is compared."""
+"""A trial without warm-up has no early window; if it has at most this many steps, its total weight change is compared
+instead."""
 _WINDOW_STEPS = 5
 """Steps of an early window (worker/weight_change.py) if the warm-up is long enough; tolerances are for this many."""
 _WEIGHT_TOLERANCE = {"fp32": 2e-3, "bf16": 5e-2, "fp16": 5e-2}
@@ -187,7 +188,7 @@ def _requested_difference(a: Run, b: Run, *, learning: bool = False) -> str | No
         names = [name for name in names if name != "optimizer"]
     read_back = all("gradient_clipping" in each.ranks[0].resolved_config for each in (a, b))
     if "gradient_clipping" in names and read_back and (_known_norms(a) or _known_norms(b)):
-        names.remove("gradient_clipping")  # it counts only where it acted
+        names.remove("gradient_clipping")  # it counts only if it took effect
 
     def short(value: Any) -> str:
         shown = value[0] if isinstance(value, tuple) else value  # for an optimizer, only its kind
@@ -343,9 +344,9 @@ def _early_difference(reference: Run, run: Run) -> Caveat | None:
     if norm:
         how = f"the norm of its gradients differs by {norm:.2%}, more than rounding explains"
         return Caveat(CaveatKind.TRAINED_DIFFERENTLY, {"row": label, "how": how})
-    # The norm of the difference of the two changes of the weights, relative to the norm of the reference's change: 1 if
-    # the row's weights did not move, infinite if only the reference's did not. A different precision loses
-    # different small gradients, and Adam turns even small gradients into updates of normal size.
+    # The norm of the difference between the two weight changes, relative to the norm of the reference's change: 1 if
+    # the row's weights did not move, infinite if only the reference's did not. A different precision loses different
+    # small gradients, and Adam turns even small gradients into updates of normal size.
     known, change = _compared_changes(reference, run) or ((), ())
     distance, moved = math.dist(known, change) if theirs == own else 0.0, math.hypot(*known)
     distance = distance / moved if moved else math.inf if distance else 0.0

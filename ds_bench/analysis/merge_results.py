@@ -32,8 +32,8 @@ class ResultGroup:
     """Rows that can share a table."""
 
     facts: tuple[str, ...]
-    """Workload and devices. If another group has the same facts, followed by the sources, or by the settings that
-    differ if the sources are the same."""
+    """Workload and devices; if another group has the same, also the sources or, if those are the same too, the
+    differences."""
     runs: tuple[Run, ...]
     """In the order of the results; repeats of one configuration have consecutive numbers."""
     environments: tuple[Environment, ...]
@@ -41,11 +41,11 @@ class ResultGroup:
     commands: tuple[str, ...]
     """The known command lines of the results, quoted for a shell, each once."""
     family: str | None
-    """``zero``, ``offload`` or ``recipe``: whose flags ``arguments`` are; None if no result holds its arguments."""
+    """``zero``, ``offload`` or ``recipe``: the family of the flags in ``arguments``; None if there are none."""
     arguments: tuple[str, ...]
-    """Of the first result that holds them; empty if none does."""
+    """From the first result that holds any; empty if none does."""
     recipe: Mapping[str, Any]
-    """Of the same result; empty for a script's run."""
+    """From the same result; empty for a script's run."""
     notes: tuple[str, ...]
     sources: tuple[Path, ...]
     """Paths that the user named, without results that have no row in this group."""
@@ -77,7 +77,7 @@ class _GroupBuilder:
         return ", ".join(dict.fromkeys(str(result.source) for result in self.results))
 
     def same_request(self, other: _GroupBuilder) -> bool:
-        """Whether workload and placement are equal, apart from what rows of one comparison may vary."""
+        """Whether workload and placement are equal, apart from what may differ between rows of one comparison."""
         ours, theirs = self.first.trial, other.first.trial
         leave_out = (*_VARIED, *may_differ(ours, theirs))
         return work_key(ours, leave_out=leave_out) == work_key(theirs, leave_out=leave_out)
@@ -89,7 +89,7 @@ class _GroupBuilder:
         if ours is not None and theirs is not None:
             found = comparability_differences(ours, theirs)
         elif ours is not None or theirs is not None:
-            # Unknown is not the same: pooled, two machines might pass for one.
+            # Unknown does not mean equal: if pooled, two machines might pass for one.
             names = [(each.hostname or "of an unnamed host") if each else "unknown" for each in (ours, theirs)]
             found = [f"environment {names[0]} vs {names[1]}"]
         elif self.device and other.device and self.device != other.device:

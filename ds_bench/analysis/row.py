@@ -175,7 +175,7 @@ class Measured:
             return self.seen_per_second("samples")
         if self.slowest is None or self.mean_step_seconds is None:
             return None
-        # Not world_size: ranks of a tensor-parallel group train the same samples.
+        # Not world_size: ranks of a tensor-parallel group train on the same samples.
         samples = self.slowest.micro_batch_size * self.slowest.grad_accum * self.slowest.data_parallel_size
         return samples / self.mean_step_seconds
 
@@ -185,7 +185,7 @@ class Measured:
         return self.rank.script if self.rank else None
 
     def seen_per_second(self, name: str) -> float | None:
-        """Return the content of a script's micro-batches in the window, over all ranks, per second."""
+        """Return the samples or tokens (``name``) per second of a script in the window, over all ranks."""
         if self.script is None or self.slowest is None:
             return None
         seen = [rank.in_window(name) for rank in self.ranks]
@@ -204,10 +204,10 @@ class Measured:
 
     @cached_property
     def flops(self) -> dict[str, Any]:
-        """FLOPs per token, by formula if the model's shape is known, otherwise as counted, and their rates.
+        """FLOPs per token, by formula if one covers the model, otherwise as counted, and their rates.
 
-        The formula comes first, so that all rows of a known model share one convention; figures of two conventions are
-        not comparable.
+        The formula comes first, so that all rows of a known model share one convention; figures are not comparable
+        across conventions.
         """
         rank, workload, facts, rate = self.slowest, self.trial.workload, self.facts, self.tokens_per_second_per_gpu
         if rank is None or rate is None:
@@ -396,7 +396,7 @@ def text(meaning: str, source: str | Source, default: Any = None) -> Any:
 
 
 def _built_in(name: str) -> Source:
-    """Return the source of a workload field; None for a script, which decides it itself."""
+    """Return the source of a workload field; its value is None for a script, which chooses its own."""
     return lambda m: getattr(m.trial.workload, name) if m.trial.workload.script is None else None
 
 
@@ -425,7 +425,7 @@ def _phase(name: str) -> Callable[[Measured], Any]:
 
 
 def _ledger(tier: str, category: str) -> Callable[[Measured], Any]:
-    """Return the source of a ledger cell, its largest over the ranks; None without a ledger or for an unused tier."""
+    """Return the source of a ledger cell's largest value over ranks; None without a ledger or for an unused tier."""
 
     def value(m: Measured) -> int | None:
         ledgers = [rank.ledger for rank in m.ranks]
@@ -794,7 +794,7 @@ class Run:
 
     @cached_property
     def losses(self) -> tuple[float | None, ...]:
-        """Mean loss over ranks of each step, warm-up steps first; None if a rank's is not finite."""
+        """Mean loss of each step over all ranks, warm-up steps first; None if a rank's is not finite."""
         return _mean_losses(self.ranks)
 
     @cached_property
@@ -848,7 +848,7 @@ def make_run(
 
 
 def _mean_losses(ranks: Sequence[RankMeasurement]) -> tuple[float | None, ...]:
-    """Return the mean loss over ranks of each step; None if a rank's is not finite."""
+    """Return the mean loss of each step over all ranks; None if a rank's is not finite."""
     count, steps = len(ranks), zip(*(rank.losses for rank in ranks), strict=False)
     return tuple(None if None in step else math.fsum(filter(None, step)) / count for step in steps)
 

@@ -213,7 +213,7 @@ class KeyDifference:
     """Key path of the DeepSpeed configuration, an environment variable, or a field of workload or placement."""
     a: Any
     b: Any
-    """None: not set, or not read at this row's stage."""
+    """None: not set, or not read in this row."""
     acts_on: tuple[str, ...]
     """Memory categories and step phases; empty if not known."""
     from_layout: bool = False

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .row import Run
 
 _FIRST_LOSS_TOLERANCE = 2e-3
-"""Relative difference of the first losses that rounding explains: one forward pass in 16-bit precision."""
+"""Relative difference between first losses that rounding explains: one forward pass in 16-bit precision."""
 _LOSS_TOLERANCE = 0.02
 """The same for the losses of the first ten steps, whatever the number format."""
 _EARLY_STEPS = 10

@@ -156,7 +156,7 @@ def _script_caveats(record: TrialRecord, usual: Sequence[float], evaluated: Sequ
         return
     ran, named = (script.stage, script.offload_optimizer, script.offload_param), asked.layout
     resolved, own = record.ranks[0].resolved_config, _keys_of_script(record.trial)
-    # Values of the row's file that the script's engine does not have; none if its own are not known.
+    # Values of the row's file that the script's engine does not have; none if the engine's are unknown.
     unlike = [
         each
         for each in differences(resolved, redacted_config(record.trial.ds_config))
@@ -176,8 +176,10 @@ def _script_caveats(record: TrialRecord, usual: Sequence[float], evaluated: Sequ
         found += filter(None, [unread_key(record.trial.ds_config)])
     seen = [name for name in ("tokens", "samples") if any(sum(rank.in_window(name)) for rank in record.ranks)]
     if "tokens" not in seen:
-        missing = "token ids in the script's batches" if any(script.micro_steps) else "forward pass of the engine"
-        found.append(f"no {missing} found: rows are compared by {(*seen, 'steps')[0]} per second")
+        missing = (
+            "token ids found in the script's batches" if any(script.micro_steps) else "forward pass of the engine found"
+        )
+        found.append(f"no {missing}: rows are compared by {(*seen, 'steps')[0]} per second")
     yield from map(as_caveat, found)
     if evaluated and usual:
         values = {"count": len(evaluated), "steps": len(evaluated) + len(usual)}

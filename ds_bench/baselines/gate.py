@@ -46,8 +46,8 @@ class BaselineComparison:
     memory_ratio: float | None = None
     """Peak memory divided by the baseline's."""
     regressions: tuple[str, ...] = ()
-    """Of ``throughput``, ``memory``, ``status`` (the row no longer trains, or a caveat disqualifies its figures), and
-    ``missing`` (the row is gone)."""
+    """Any of ``throughput``, ``memory``, ``status`` (the row no longer trains, or a caveat disqualifies its figures)
+    and ``missing`` (the row is gone)."""
     unmatched: bool = False
     """The row has usable figures, but no baseline has its name, so nothing guards it."""
     noisy: bool = False
@@ -193,7 +193,8 @@ def compare_to_baseline(
 
 
 def _incomparable_reasons(result: BenchmarkResult, baseline: BaselineEntry) -> Iterator[str]:
-    """Yield differences in hardware, versions and workload fields, the last only if both sides have them."""
+    """Yield why a result cannot be compared: it was interrupted or skipped, has no figure in common with the
+    baseline, or differs in hardware, versions or a workload field that both sides have."""
     # An interrupted or skipped row says nothing about the code.
     if result.status in (INTERRUPTED, SKIPPED):
         yield f"it ended with {result.status}"

@@ -131,7 +131,7 @@ _OWN_ARGUMENTS: dict[tuple[Family, str], dict[str, Any]] = {
     ("zero", "strategies"): {"choices": STRATEGY_NAMES, "help": "strategies, after the stages; none: no offload"},
     ("offload", "strategies"): {
         "choices": STRATEGY_NAMES,
-        "help": "strategies, in this order; none: no offload (default: none cpu_optimizer cpu_full)",
+        "help": "strategies, in the order given; none: no offload (default: none cpu_optimizer cpu_full)",
     },
     ("offload", "nvme_path"): {"help": "folder on the NVMe disk; adds the strategy nvme"},
 }

@@ -59,7 +59,7 @@ def show_explanation(a: str, b: str, results: Sequence[Path], as_json: bool) -> 
 
 
 def _find_pairs(a: str, b: str, reports: Sequence[ComparisonReport]) -> list[tuple[str, RowDifference]]:
-    """Explain the difference between the rows in each comparison that has both, with a title; if none has, across two.
+    """Explain how the rows differ in each comparison that has both, with a title; if none does, across two of them.
 
     Raises UsageError if a name matches no row, or both names match only the same one.
     """

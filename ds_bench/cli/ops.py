@@ -14,7 +14,7 @@ from ..system.environment import require_packages
 
 
 def build_ops() -> int:
-    """Build the missing ops and print the state of each.
+    """Build the missing ops and print the state of every op.
 
     Return 0 if at least one op is usable, else 1. Raises PreflightError without torch or DeepSpeed.
     """

@@ -238,7 +238,7 @@ def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, ResolvedModel, l
         problem = f"--batch-size {options.batch_size}"
         if options.seq_length is not None:
             problem += f" with --seq-length {options.seq_length}"
-        raise UsageError(f"{problem} is too large for any GPU", remedy="give fewer tokens per step")
+        raise UsageError(f"{problem} is too large for any GPU", remedy="give fewer tokens per micro-batch")
     if options.quick and options.exact:
         raise UsageError("--quick and --exact cannot be combined", remedy="give one of them")
     if options.num_gpus > _MAX_GPUS:

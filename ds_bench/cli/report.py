@@ -194,7 +194,7 @@ def build_reports(
         row = own_row if relative_to is None else relative_to
         is_there = has_row(group, row)
         notes_of_group = [*notes, *group.notes]
-        # The run left the row out because it equals another one, or ended before it.
+        # The row equals another one and was left out, or the run ended before it.
         if relative_to is None and row is not None and not is_there:
             notes_of_group.append(f"the result has no row {row}; ratios are relative to the first usable row")
         reports.append(

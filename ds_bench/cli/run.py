@@ -220,7 +220,7 @@ def time_sizes(
 ) -> int:  # fmt: skip
     """Run the recipe that the flags of ``model-size`` describe. Return the exit code.
 
-    Every size and pass type is a point of a sweep, with one trial.
+    Every combination of a size and a pass type is a point of a sweep, with one trial.
     """
     names = [f"size-{size.lower()}" for size in dict.fromkeys(model_size or model_sizes or SIZES[:1])]
     passes = list(dict.fromkeys(pass_type))

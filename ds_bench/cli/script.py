@@ -79,7 +79,7 @@ def _with_resumed_flags(family: Family, prog: str, typed_flags: list[str]) -> tu
         raise UsageError(problem, remedy="use the command that started it")
     flags = list(earlier.arguments)
     parser = build_parser(family, prog)
-    # A second time as a namespace, where None means that a flag was not typed.
+    # Parsed again as a namespace, where None means that a flag was not typed.
     typed = parser.parse_args(typed_flags)
     # The typed flags come last: the last of several values wins, whichever name each was typed under.
     origins = (_kept_flags(flags, typed), typed_flags)
@@ -139,7 +139,7 @@ def runs_comparison(options: Options) -> bool:
     is_first = job.rank_of_process(os.environ) == 0
     # Before take_over_job, which removes the variables that describe the nodes.
     nodes = job.find_nodes(os.environ) if options.hostfile is None else None
-    # A dry run waits for no other node: the launcher's variables say how many ranks they have.
+    # A dry run waits for no other node: the launcher's variables give the number of ranks.
     if nodes is not None and options.dry_run and is_first:
         job.assume_nodes(nodes)
     elif nodes is not None and is_first:

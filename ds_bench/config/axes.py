@@ -411,7 +411,7 @@ _TABLE = (
     Axis("reduce_bucket_size", "Communication and buckets", label="reduce bucket", keys=(ZERO + "reduce_bucket_size",),
          numbers=_SIZES, names=("auto",), compute=_size_or_auto("reduce_bucket_size"), default="5e8", stages=(1, 2, 3),
          changes=("deepspeed_buffers", "time"),
-         meaning="elements of the buffer that reduces gradients; auto: h², h the hidden size",
+         meaning="elements of the buffer in which gradients are reduced; auto: h², where h is the hidden size",
          source="runtime/zero/stage_1_and_2.py, setup_buckets; #6351"),
     Axis("allgather_bucket_size", "Communication and buckets", label="allgather bucket",
          keys=(ZERO + "allgather_bucket_size",), numbers=_SIZES, default="5e8", stages=(1, 2), changes=("nothing",),
@@ -438,12 +438,12 @@ _TABLE = (
          source="runtime/engine.py, communication_data_type; runtime/zero/stage3.py, _setup_for_real_optimizer"),
     Axis("prefetch", "Stage 3", keys=(ZERO + "stage3_prefetch_bucket_size",), numbers=_SIZES_OR_0, names=("auto",),
          compute=_size_or_auto("stage3_prefetch_bucket_size"), default="5e7", stages=(3,), changes=("peak", "time"),
-         meaning="elements of parameters gathered ahead of their use; auto: 0.9 h², h the hidden size",
+         meaning="elements of parameters gathered ahead of their use; auto: 0.9 h², where h is the hidden size",
          source="runtime/zero/partitioned_param_coordinator.py, fetch_sub_module"),
     Axis("persistence", "Stage 3", keys=(ZERO + "stage3_param_persistence_threshold",), numbers=_SIZES_OR_0,
          names=("auto",), compute=_size_or_auto("stage3_param_persistence_threshold"), default="1e5", stages=(3,),
          changes=("parameters", "time"),
-         meaning="tensors of up to this many elements stay gathered; auto: 10 h, h the hidden size",
+         meaning="tensors of up to this many elements stay gathered; auto: 10 h, where h is the hidden size",
          source="runtime/zero/parameter_offload.py, mark_persistent_parameters"),
     Axis("live_parameters", "Stage 3", label="live parameters", keys=(ZERO + "stage3_max_live_parameters",),
          numbers=_SIZES_OR_0, default="1e9", stages=(3,), changes=("peak", "time"),
@@ -504,15 +504,17 @@ _TABLE = (
          changes=("deepspeed_buffers", "optimizer", "time", "losses"),
          meaning="applies the most important tenth of the gradients on the accelerator and the rest on the host; "
                  "overlap: both at the same time",
-         note="DeepSpeed takes the accumulation from the update interval (0 if that is auto), so both intervals are "
-              "set to the row's accumulation. Not supported at stage 3, where DeepSpeed 0.19.8 transposes every "
-              "matrix of the model, including embeddings, and trains incorrectly or fails",
+         note="DeepSpeed takes gradient_accumulation_steps from update_interval (0 if that is auto), so "
+              "update_interval and select_interval are both set to the row's accumulation. Not supported at stage 3, "
+              "where DeepSpeed 0.19.8 transposes every matrix of the model, including embeddings, and trains "
+              "incorrectly or fails",
          cuda_only="on the CPU accelerator its loss starts at a different value and hardly falls",
          source="runtime/zenflow/engine.py, configure_zenflow; #7759, since 0.17.5"),
     Axis("superoffload", "Offload", keys=(OPTIMIZER + "super_offload",), switch=True, default="false", stages=(3,),
          offload="optimizer", changes=("time",),
          meaning="updates weights on the host during the backward pass; made for superchips (GH200)",
-         note="overlaps only with --set gradient_clipping=0; gains little over PCIe (#7966)",
+         note="updates overlap with the backward pass only without clipping (--set gradient_clipping=0); little gain "
+              "if the GPU is connected by PCIe (#7966)",
          cuda_only="its optimizer does not support the CPU accelerator",
          source="runtime/superoffload/superoffload_stage3.py, since 0.18.0"),
     Axis("nvme_pipeline", "NVMe", label="NVMe pipeline",

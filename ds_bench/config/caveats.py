@@ -53,7 +53,7 @@ class CaveatKind(StrEnum):
 
     # fmt: off
     NOTE = "note", "{text}"
-    """Text that the plan, the launcher or a rank wrote."""
+    """Text that belongs to none of the other kinds."""
 
     # The times of a row.
     UNSTABLE_RUNS = ("unstable_runs", "unstable: the means of {runs} runs vary by {variation:percent}",

@@ -292,7 +292,7 @@ def _trainer(file: ConfigurationFile) -> ConfigurationFile:
     arguments = {name: number(name) for name in _ARGUMENTS if data.get(name) is not None}
     if data.get("warmup_ratio") is not None and not arguments.get("warmup_steps"):
         arguments["warmup_steps"] = number("warmup_ratio")  # from Transformers 4
-    if arguments.get("max_steps", 0) <= 0:  # -1: as many as the epochs have
+    if arguments.get("max_steps", 0) <= 0:  # -1: the number of epochs decides
         arguments.pop("max_steps", None)
     if data.get("bf16") is True and data.get("fp16") is True:
         reason = "bf16 and fp16 are both true, which Transformers rejects"

@@ -79,7 +79,7 @@ _MAX_LEVELS = 20
 
 
 def base_config(strategy: Strategy | Configuration, batch_size: int, grad_accum: int = 1) -> Config:
-    """Make a configuration for one GPU from only stage and offload devices; bucket sizes are DeepSpeed's defaults."""
+    """Make a configuration for one GPU from stage, offload devices and batch; bucket sizes are DeepSpeed's defaults."""
     return {
         "train_batch_size": batch_size * grad_accum,
         "train_micro_batch_size_per_gpu": batch_size,
@@ -140,7 +140,7 @@ def complete_config(
     torch_adam: bool,
     largest_parameter: int | None,
 ) -> Config:
-    """Complete a configuration for a run; keys that the user set are kept. Raises UsageError if it contradicts itself.
+    """Complete a configuration for a run; keys that the user set are kept. Raises UsageError if it is unusable.
 
     ``torch_adam``: whether torch's AdamW replaces DeepSpeed's FusedAdam, which does not build here.
     ``largest_parameter``: elements in the model's largest tensor, which decides the size of NVMe buffers.

@@ -94,7 +94,7 @@ def facts(trial: Trial, *, leave_out: Collection[Role | str] = ()) -> dict[str, 
         "configuration": trial.configuration.name,
         "ds_config": trial.ds_config,
         "repeat": trial.repeat,
-        # A checkpoint on a different disk does not make it a different trial.
+        # A checkpoint on a different disk does not make the trial a different one.
         "inspection": {**asdict(trial.inspection), "checkpoint_path": None},
     }
     return {

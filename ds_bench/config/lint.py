@@ -271,11 +271,11 @@ def _type_problem(place: str, value: object, entry: Mapping[str, Any]) -> tuple[
             return None
         except ValidationError as error:
             message = error.errors()[0]["msg"]
-    allowed = schema.get("expected")
+    reason = f"DeepSpeed rejects {_shown_without_secrets(place, value)}"
+    if allowed := schema.get("expected"):
+        return reason, f"give {format_series(allowed)}"
     remedy = f"correct it, or remove it: the default is {_shown(entry['default'])}"
-    if allowed:
-        remedy = f"give {format_series(allowed)}"
-    return f"DeepSpeed rejects {_shown_without_secrets(place, value)}: {message[0].lower()}{message[1:]}", remedy
+    return f"{reason}: {message[0].lower()}{message[1:]}", remedy
 
 
 # Batch sizes
@@ -522,7 +522,7 @@ def _automatic_values(config: Config) -> Iterator[Finding]:
         if block is not None and block["keys"].get(key, {}).get("default") == AUTO:
             continue  # DeepSpeed's own value
         read = not deepspeed_keys.refuses_unknown(parent) and (parent or key in deepspeed_keys.top_level_keys())
-        # Ask the code that fills them in, so that these keys are listed only once; any facts will do.
+        # Ask the code that fills in "auto", so that the keys are listed nowhere else; any facts will do.
         if read and any(paths_of_auto(fill_in(nested(path, AUTO), _ANY_FACTS)[0])):
             reason = 'neither the Trainer nor Accelerate fills in "auto" here, and DeepSpeed treats it as text'
             yield Finding("unfilled-automatic-value", "warning", path, reason, "give a value", _CONFIG)

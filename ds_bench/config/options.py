@@ -174,7 +174,7 @@ class Options:
         key="training.synchronized")
 
     # configurations
-    stages: tuple[int, ...] = option(int, (), "ZeRO stages, in this order",
+    stages: tuple[int, ...] = option(int, (), "ZeRO stages, in the order given",
         default_text="0 1 2 3, unless --strategies or --configs is given", key="configurations.stages",
         choices=(0, 1, 2, 3), many=True, arguments={"default": None})
     strategies: tuple[str, ...] = option(str, (),

@@ -31,9 +31,9 @@ _WHY = {
 def rule_table() -> Mapping[str, Mapping[str, Any]]:
     """Return a mapping from each rule's name to its entry in ``rule_examples.json``.
 
-    An entry has ``what``, ``why``, ``given`` and an example. The example is a ``config`` laid over :data:`BASE`, where
-    null removes a key, or for a rule about a whole file its ``text``; such an entry has ``level``, ``remedy`` and
-    ``source`` too.
+    An entry has an example, and may have ``what``, ``why`` and ``given``. The example is a ``config`` laid over
+    :data:`BASE`, where null removes a key, or for a rule about a whole file its ``text``; such an entry has ``what``,
+    ``level``, ``remedy`` and ``source`` too.
     """
     table: dict[str, Any] = json.loads(Path(__file__).with_name("rule_examples.json").read_text(encoding="utf-8"))
     return table

@@ -2,7 +2,8 @@
 
 ``lint`` reports every rule with a level. A rule with ``row`` also decides about a row of a comparison
 (``validation``): a refusal makes it Unsupported, a caveat is printed with it, and an ignored setting is left out of
-the copy of a file that a row trains with (:func:`without_ignored`). If a row's flags request it, the row is refused.
+the copy of a file that a row trains with (:func:`without_ignored`). If a row's flags request such a setting,
+the row is refused.
 
 Unless it names ``versions``, a rule comes from reading the code of DeepSpeed 0.19.8, at ``source`` below its package,
 or from running it.
@@ -149,11 +150,11 @@ class Rule:
     _: KW_ONLY
     when: When
     reason: str
-    """Names in braces stand for values of the configuration (:meth:`reason_for`)."""
+    """Names in braces stand for values of the case (:meth:`reason_for`)."""
     remedy: str = ""
     """What to change in the file."""
     source: str = ""
-    """File of DeepSpeed, below its package."""
+    """File of DeepSpeed, below its package, or an issue or pull request."""
     stops_when: str = ""
     """When DeepSpeed raises its error; empty: when it reads the configuration, or never."""
     row: RowUse | None = None
@@ -670,7 +671,7 @@ def without_later_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refusals(case: Case) -> Iterator[str]:
-    """Yield why a row is refused. Ignored settings count too, although the copy of a file only leaves them out."""
+    """Yield why a row is refused. Ignored settings count too, although they are only left out of a file's copy."""
     return (rule.row_text(case) for rule in RULES if rule.row in ("refusal", "ignored") and rule.applies(case))
 
 

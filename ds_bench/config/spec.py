@@ -169,14 +169,14 @@ class Strategy:
     stage: int
     """ZeRO stage, 0 to 3; for a reference engine, the stage with the same partitioning."""
     offload_optimizer: Device = "none"
-    """Where optimizer states and the optimizer step live; ``none``: on the accelerator."""
+    """Where optimizer states live and the optimizer steps; ``none``: on the accelerator."""
     offload_param: Device = "none"
     """Where parameters live between uses, at stage 3; ``none``: on the accelerator."""
     engine: Engine = "deepspeed"
 
 
 def gpu_precisions(capability: tuple[int, int] | None) -> tuple[Precision, ...]:
-    """Return the number formats of GPUs with this compute capability, the lowest in a job."""
+    """Return the number formats that GPUs train in. ``capability``: the lowest in the job; None if unknown."""
     has_bf16 = capability is None or capability >= (8, 0)  # Ampere
     return ("bf16", "fp16", "fp32") if has_bf16 else ("fp16", "fp32")
 
@@ -370,7 +370,10 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
-    """Observations besides the measured steps, always outside the measured window. ``options`` describes the fields."""
+    """Observations besides the measured steps, outside the measured window except for ``monitor``.
+
+    ``options`` describes the fields.
+    """
 
     profiles: tuple[ProfileName, ...] = ()
     profile_steps: int = 2

@@ -37,7 +37,7 @@ CATALOGUE: dict[str, Strategy] = {
     **{strategy.name: strategy for strategy in ZERO_STAGES.values()},
     **{name: offload_strategy(name) for name in OFFLOAD_NAMES},
 }
-"""Every strategy by name, the offload strategies at stage 3."""
+"""Every DeepSpeed strategy by name, the offload strategies at stage 3."""
 
 ALIASES: dict[str, Strategy] = {
     "zero2_offload": replace(offload_strategy("cpu_optimizer", 2), name="zero2_offload"),

@@ -16,8 +16,8 @@ from .spec import Workload
 VISION = ("*visual.*", "*vision_tower.*", "*vision_model.*")
 """Patterns that ``--freeze vision`` stands for: the vision tower, with Qwen's merger, as Transformers names it."""
 _NOT_LINEAR = ("gate", "router", "lm_head", "relative_attention_bias", "shared", "embed")
-"""Last parts of the names of matrices that get no adapter: routers and the output head. Embedding tables get none
-either; they have ``embed`` in their name."""
+"""Last parts of the names of matrices that get no adapter: routers, the output head and embedding tables. A matrix
+with ``embed`` anywhere in that part gets none either."""
 
 
 class Lora(NamedTuple):
@@ -25,7 +25,7 @@ class Lora(NamedTuple):
 
     rank: int
     modules: tuple[str, ...] = ()
-    """Last parts of the names of the linear modules that get one; empty: all linear modules but the output head."""
+    """Last parts of the names of the linear modules that get one; empty: all. Routers and the output head never do."""
 
     def adapts(self, module: str) -> bool:
         """Whether a linear module of this name gets an adapter; peft compares names in the same way."""
@@ -44,7 +44,7 @@ def parse_lora(text: str) -> Lora:
 
 
 def is_frozen(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a pattern of ``--freeze`` matches a parameter's name: ``vision``, or a part of the name with * and ?."""
+    """Whether a parameter's name matches a ``--freeze`` pattern: ``vision``, or part of it, with wildcards * and ?."""
     for each in patterns:
         globs = VISION if each == "vision" else (f"*{each}*",)
         if any(fnmatchcase(name, glob) for glob in globs):

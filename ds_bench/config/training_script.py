@@ -97,7 +97,7 @@ def read_script(
     if launches or _LAUNCHERS.fullmatch(Path(first).name):
         launcher = " ".join(command[: 2 if launches else 1])
         raise UsageError(
-            f"{launcher} after --: this program starts the ranks itself, with torchrun's variables",
+            f"{launcher} after --: ds_bench starts the ranks itself, with torchrun's variables",
             remedy=f"give only the script: -- {shlex.join(_without_launcher(command))}",
         )
     if first == "-m":

@@ -55,7 +55,7 @@ def unsupported_reason(configuration: Configuration, placement: Placement) -> st
         missing_requirement(configuration, placement)
         or (_refused_by_reference(configuration, placement) if configuration.is_reference else None)
         or next(refusals(case), None)
-        # The copy of a file leaves such a key out, with a note.
+        # The copy of a file leaves unread keys out, with a note.
         or (None if configuration.source == "file" or configuration.is_reference else unread_key(case.config))
     )
 
@@ -139,13 +139,13 @@ def _unsupported_step(workload: Workload, placement: Placement) -> str | None:
         if wanted and deepspeed_keys.is_before(since):
             return f"DeepSpeed {deepspeed_keys.version()} has no {what}; use {since} or later"
     if loss == "tiled" and workload.precision == "fp16":
-        return "loss tiled computes gradients before the loss is scaled, which fp16 needs; use --precision bf16"
+        return "loss tiled computes gradients before the loss scaling that fp16 needs; use --precision bf16"
     return None
 
 
 def _unsupported_host_use(workload: Workload, placement: Placement) -> str | None:
     """Why the data loader or the binding to processors has no effect here."""
-    # With a hostfile ranks run on machines whose processors are unknown here.
+    # With a hostfile, ranks run on machines whose processors are unknown here.
     if workload.cpu_binding == "numa" and placement.hostfile is None and len(host_resources.numa_cpus()) < 2:
         return "this machine has one NUMA node; use cpu_binding cores"
     if workload.cpu_binding != "none" and placement.hostfile is None:

@@ -45,7 +45,7 @@ def run_all_checks(
 ) -> Groups:
     """Return the findings of every check. Never raises because of the machine's state.
 
-    ``build``: build missing ops first. ``files``: configurations to run here; ``file_lines``: notes from reading them.
+    ``build``: build missing ops first. ``files``: configurations to check; ``file_lines``: notes from reading them.
     ``hostfile``: lists further hosts to check. ``interpreter``: a user script's, checked instead of this one.
     Raises UsageError for a bad hostfile.
     """

@@ -55,7 +55,7 @@ def connected_hosts(placement: Placement, python: str | None = None) -> Iterator
         )
 
     def start_agent(host: str) -> list[str]:
-        # Slots of a hostfile count all GPUs, and DeepSpeed sets CUDA_VISIBLE_DEVICES to them (launcher/launch.py).
+        # Hostfile slots are numbers among all GPUs; DeepSpeed sets CUDA_VISIBLE_DEVICES to them (launcher/launch.py).
         words = agent_words(every_gpu=placement.hostfile is not None)
         return words if template is None else command_on_host(template, host, words)
 

@@ -51,7 +51,7 @@ class NvmeFolder:
 
 
 def check_nvme_folder(path: Path) -> NvmeFolder:
-    """Check the folder for swapping, and remove swap files that ended runs left in it.
+    """Check the folder for swapping, and remove swap files left in it by ended runs.
 
     Raises PreflightError if it is missing or not writable.
     """
@@ -86,9 +86,10 @@ def lack_of_space(path: Path, model: ResolvedModel) -> str | None:
 
 
 def check_nvme(system: SystemAccess, path: Path, folder: NvmeFolder | None = None) -> Iterator[Finding]:
-    """Yield everything but the speed. ``folder``: the result of :func:`check_nvme_folder`, if called already.
+    """Yield the findings for everything but the speed.
 
-    Raises PreflightError if the folder cannot be used at all.
+    ``folder``: the result of :func:`check_nvme_folder`, if called already. Raises PreflightError if the folder cannot
+    be used at all.
     """
     folder = check_nvme_folder(path) if folder is None else folder
     if folder.caveat is not None:
@@ -158,7 +159,7 @@ def _check_direct_io(path: Path) -> Finding:
 
 
 def check_speed(path: Path, variables: Mapping[str, str]) -> Iterator[Finding]:
-    """Measure the disk with DeepSpeed's own op. ``variables``: name the cache that holds the built async_io op."""
+    """Measure the disk with DeepSpeed's own op. ``variables``: they name the cache that holds the built async_io op."""
     free = shutil.disk_usage(path).free
     size = min(_MAX_TEST_BYTES, free // 4)
     if size < _MIN_TEST_BYTES:
@@ -213,13 +214,13 @@ def require_checkpoint_folder(given: str | None, trials: Sequence[Trial]) -> Pat
 
 
 def check_checkpoint_folder(given: str | None, profiles: Sequence[ModelProfile], trials: Sequence[Trial]) -> None:
-    """Remove checkpoints that ended runs left, and check that the largest model's fits. Raises PreflightError.
+    """Remove checkpoints left by ended runs, and check that the largest model's fits. Raises PreflightError.
 
     ``given``: as for :func:`require_checkpoint_folder`.
     """
     path = require_checkpoint_folder(given, trials)
     remove_abandoned(path)
-    if not profiles:  # their sizes are not known
+    if not profiles:  # the models' sizes are not known
         return
     parameters, name = max((each.all_parameters, each.name) for each in profiles)
     swaps = any(trial.configuration.offload_optimizer == "nvme" for trial in trials)

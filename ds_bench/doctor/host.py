@@ -1,6 +1,6 @@
 """Checks the host (memory and its limits, swap, shared and locked memory, cores) and its GPUs.
 
-For each GPU: free memory and its users, persistence mode, clocks and what lowers them.
+For each GPU: free memory and the processes that use the rest, persistence mode, clocks and what lowers them.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _check_shared_memory(system: SystemAccess, placement: Placement) -> Finding:
     if not os.access(folder, os.W_OK) and (on_cpu or uses_nccl):
         remedy = "mount it writable: start the container without --read-only, or with --tmpfs /dev/shm:rw,size=1g"
         if on_cpu:
-            return problem(name, "/dev/shm is not writable: CPU ranks would wait for each other", remedy)
+            return problem(name, "/dev/shm is not writable: CPU ranks would wait for each other forever", remedy)
         return warning(name, "/dev/shm is not writable, and NCCL may need it", remedy)
     size, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
     text = f"/dev/shm has {format_bytes(free)} of {format_bytes(size)} free"

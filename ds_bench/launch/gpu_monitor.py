@@ -74,7 +74,8 @@ class GpuMonitoringLauncher:
         self._launcher, self._read, self._indices, self._wait_seconds = launcher, read, indices, wait_seconds
         self._read_host_bytes, self._expected_host_bytes = read_host_bytes, 0
         self._expected_free_bytes: dict[int, int] = {}
-        """Number of GPUs → the most memory that was free so far before a trial on that many."""
+        """Number of GPUs → the free memory expected before a trial on that many: the most seen so far, or what another
+        program has left of it since."""
 
     def launch(self, trial: Trial, folder: Path, listen: ProgressCallback) -> TrialRecord:
         """See :class:`Launcher`."""

@@ -104,8 +104,8 @@ class HostTrial:
     def begin(self, name: str, assignment: Assignment, config: Mapping[str, Any], variables: Mapping[str, str]) -> None:
         """Create the private folder with the files of the trial. Raises OSError.
 
-        ``name``: last two parts of the folder's path on the run's host. ``assignment``: the run's assignment, without
-        this host's folders. ``variables``: environment variables of this host's ranks.
+        ``name``: last two parts of the path that the trial's folder has on the run's host. ``assignment``: the run's
+        assignment, without this host's folders. ``variables``: environment variables of this host's ranks.
         """
         trial = assignment.trial
         self._private.mkdir(mode=0o700)
@@ -116,7 +116,7 @@ class HostTrial:
         if trial.placement.nvme_path is not None:
             remove_abandoned(Path(trial.placement.nvme_path))
         checkpoint = assignment.checkpoint_folder
-        # The folder that the run names may exist only on its own disk.
+        # The folder that the run names may exist only on the run's own host.
         if checkpoint is not None and not Path(checkpoint).parent.is_dir():
             checkpoint = str(self._folder / "checkpoint_files")
         self._assignment = replace(

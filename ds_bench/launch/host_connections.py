@@ -289,7 +289,7 @@ class Hosts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _at: TracebackType | None
     ) -> None:
-        if self.unproven:  # by the last trial: Slurm's signal before a time limit ends srun, and with it the agents
+        if self.unproven:  # after the last trial: Slurm's signal before a time limit ends srun and thus the agents
             self._locked = None  # no trial follows
             with contextlib.suppress(HostError):
                 self.reconnect(0.0)

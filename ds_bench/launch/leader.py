@@ -73,8 +73,8 @@ def lead_command(folder: Path, command: list[str], working_folder: Path) -> int:
     environment = {**os.environ, processes.LEADER_VARIABLE: str(os.getpid())}
     child = subprocess.Popen(
         command,
-        # With several nodes the launcher puts its working folder first on PYTHONPATH (launcher/runner.py): in a user's
-        # folder, a random.py there would run in every rank.
+        # With several nodes the launcher puts its working folder first on PYTHONPATH (launcher/runner.py): if that were
+        # the user's folder, a random.py in it would run in every rank.
         cwd=working_folder,
         stdin=subprocess.DEVNULL,
         env=environment,

@@ -25,7 +25,7 @@ DERIVED_FROM_USER = {
     "PATH", "PYTHONPATH", "PYTHONSAFEPATH", "CUDA_VISIBLE_DEVICES", "LIBRARY_PATH", "CPATH", "TORCH_EXTENSIONS_DIR",
     "DS_ACCELERATOR",
 }  # fmt: skip
-"""Variables that :func:`rank_environment` makes from the user's, whose values alone would lack what runs need."""
+"""Variables that :func:`rank_environment` derives from the user's values, which alone would lack what runs need."""
 
 
 def ops_of(placement: Placement, configurations: Sequence[Configuration]) -> list[str]:
@@ -129,7 +129,7 @@ def cuda_environment(environ: Mapping[str, str], inventory: gpu_state.GpuInvento
     """
     visible = gpu_state.select_visible(environ, inventory.gpus)
     variables = {}
-    if "CUDA_VISIBLE_DEVICES" in environ and inventory.gpus:  # DeepSpeed reads integers only: not even "0,"
+    if "CUDA_VISIBLE_DEVICES" in environ and inventory.gpus:  # DeepSpeed reads only integers: even "0," fails
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu.index) for gpu in visible)
     capabilities = sorted({gpu.compute_capability for gpu in visible if gpu.compute_capability is not None})
     if capabilities and "TORCH_CUDA_ARCH_LIST" not in environ:  # one build for all these GPUs

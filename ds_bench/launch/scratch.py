@@ -114,9 +114,10 @@ def temporary_folder_variables(environ: Mapping[str, str], ops_folder: str) -> t
 
 
 def make_private(folder: Path) -> bool:
-    """Create a folder if it does not exist. Return whether this user owns it and no other user can replace it.
+    """Create a folder if it does not exist. Return whether this user owns it and no other can write to or replace it.
 
-    The owner of a parent folder could, and so could anyone who may write there, unless it is sticky as /tmp is.
+    The owner of a parent folder could replace it, and so could anyone who may write there, unless the parent is sticky
+    as /tmp is.
     """
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -184,7 +185,7 @@ def remove_scratch(assignment: Assignment) -> None:
     for folder in (assignment.swap_folder, assignment.checkpoint_folder):
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
-    # DeepSpeed never unlinks its segments, which it names by buffer, user, MASTER_ADDR, MASTER_PORT and rank (shm.cpp).
+    # DeepSpeed never unlinks its segments, whose names hold buffer, user, MASTER_ADDR, MASTER_PORT and rank (shm.cpp).
     for segment in list(_SHARED_MEMORY.glob(f"deepspeed_allreduce_buffer_*_{assignment.scratch_id}_*")):
         _remove_own(segment)
     if assignment.rendezvous is not None:

@@ -52,7 +52,7 @@ def script_variables(trial: Trial, folder: Path, environ: Mapping[str, str]) -> 
         "PATH": os.pathsep.join([theirs, *(programs[1:] if programs[0] == ours else programs)]),
         "DS_BENCH_SCRIPT": str(folder),
     }
-    # A data loader's workers open sockets in this folder, and a socket's path is limited to 107 bytes (unix(7)).
+    # A data loader's workers open sockets in TMPDIR, and a socket's path is limited to 107 bytes (unix(7)).
     if len(os.fsencode(temporary := variables.get("TMPDIR", ""))) > _MAX_TMPDIR_LENGTH:
         variables["TMPDIR"] = str(Path(temporary).parent)
     return variables | script.accelerate_variables(folder / CONFIG_FILE)

@@ -62,7 +62,7 @@ ProgressCallback = Callable[[Progress], None]
 
 
 class OtherHosts(Protocol):
-    """The hosts of a trial whose processes are not descendants of this one: see ``RemoteTrial``."""
+    """The hosts of a trial whose ranks are not descendants of this process: see ``RemoteTrial``."""
 
     @property
     def any_lost(self) -> bool: ...

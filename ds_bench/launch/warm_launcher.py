@@ -105,7 +105,7 @@ class WarmLauncher:
         reason = "it died every time it was started"
         own = _forwarded(self._environment, trial.placement)
         for _ in range(_MAX_STARTS):
-            # Before the trial begins, because ending a trial spares what ran before it.
+            # Before the trial begins, because ending a trial spares processes that ran before it.
             _ensure_tracker()
             if self._server_is_alive() and _forwarded_to.get(self._server_pid, own) != own:
                 # An earlier run in this process started it with different --env variables, which libraries have read.

@@ -4,7 +4,7 @@
 sizes in symbols, and the defaults of the family's configuration class for keys that a file leaves out. A line has the
 form ``name rows,columns``, optionally followed by ``+`` (a bias; with a name after it, only if that flag is set; with a
 size, of that size) and by ``?flag`` or ``?!flag``, the condition for the tensor to exist. A name after ``=`` is the
-parameter itself, any other is a module that holds a ``weight``; ``@group`` includes the lines of a group.
+parameter itself; any other is a module that holds a ``weight``; ``@group`` includes the lines of a group.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Stack:
     norm_in_fp32: bool = False
     """RMSNorm multiplies by its weight in fp32, as in Gemma."""
     score_bytes: tuple[int, int] = (0, 0)
-    """Bytes that attention keeps for each head and pair of tokens, in 16-bit precision and in fp32, where no fused
+    """Bytes that attention keeps for each head and pair of tokens, in 16-bit precision and in fp32, if no fused
     kernel supports its softcapping, sinks or relative positions."""
     copies_output: bool = False
     """Attention's output is copied, since rotary embeddings on part of a head change the order of its elements."""
@@ -95,7 +95,7 @@ class Architecture:
     tensors: tuple[Tensor, ...]
     """In the order of ``model.parameters()``; a tensor shared by embedding and LM head appears once."""
     stacks: tuple[Stack, ...]
-    """Vision tower, encoder and decoder, those that exist."""
+    """Vision tower, encoder and decoder, if they exist."""
     facts: ModelFacts
     active_parameters: int
     """Parameters that one token uses: in a mixture of experts, without the experts that it skips."""

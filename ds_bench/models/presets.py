@@ -108,7 +108,7 @@ def short_names() -> Mapping[str, str]:
 
 
 def preset_remedy(name: str, other: str = "") -> str:
-    """Return what to do about an unknown model: try a similar preset, or list them. ``other``: a further way out."""
+    """Return what to do about an unknown model: try a similar preset, or list them. ``other``: a further option."""
     if similar := similar_presets(name):
         return f"did you mean {format_series(similar)}?{f' Or {other}' if other else ''}"
     return f"{f'{other}, or ' if other else ''}list the built-in models with {invocation.command('models')}"

@@ -48,7 +48,7 @@ class SizeSearch:
 
     @property
     def unit(self) -> int:
-        """Step between the sizes that are tried: one sequence, or 64 tokens (16 for a model with few positions)."""
+        """Step between the sizes that are tried: one sequence, or 64 tokens (16 if fewer than 4096 are possible)."""
         if self.dimension == "batch_size":
             return 1
         return 64 if self._max_tokens >= 4096 else SHORTEST_SEQ_LENGTH

@@ -347,13 +347,13 @@ class ConfigurationBuilder:
             # A stage set by the user stays, so that one that contradicts the row is refused below.
             config["zero_optimization"] = zero = {"stage": strategy.stage, **zero}
         validation.check_keys(config)
-        if options.set or options.ds_config:
-            lint.refuse(config, lambda finding: finding.rule in ("type", "unknown-argument", "text-argument"))
         if zero["stage"] != strategy.stage:  # which would make the row's name wrong
             raise UsageError(
                 f"the DeepSpeed config of {strategy.label} sets zero_optimization.stage to {zero['stage']!r}",
                 remedy=f"choose stages with {options.spelling_of('stages')} or {options.spelling_of('stage')}",
             )
+        if options.set or options.ds_config:
+            lint.refuse(config, lambda finding: finding.rule in ("type", "unknown-argument", "text-argument"))
         changes: dict[str, Any] = {} if batch_size == options.batch_size else {"batch_size": batch_size}
         if policy != "given":
             changes["batch_policy"] = policy

@@ -156,7 +156,7 @@ class RunPlan:
         if len(plans) == 1:
             return cls(plans=plans, variables=variables)
         digits = len(str(sum(len(plan.trials) for plan in plans)))
-        # A trial's own number counts only within its plan.
+        # A trial's own number is unique only within its plan.
         numbers = {(index, trial.trial_id): number for number, (index, trial) in enumerate(_in_rounds(plans))}
 
         def numbered(index: int, trial: Trial) -> Trial:
@@ -219,7 +219,7 @@ class RunPlan:
 
     @property
     def trials(self) -> list[Trial]:
-        """The trials of all points in running order: round by round, every other round backward."""
+        """The trials of all points in running order: round by round, the points in reverse in every other round."""
         return [trial for _, trial in _in_rounds(self.plans)]
 
     @property
@@ -255,11 +255,12 @@ def make_run_plan(points: Sequence[Options], make_config: MakeConfig, machine: M
     read = {name: getattr(first, name) for name in ("files", "file_lines", "base_file", "own_script")}
     points = [with_row_names(replace(each, **read)) for each in points]
     first = points[0]
-    # Before anything is looked up, since this may refuse. A point's values may decide which axes act in a row.
+    # Before anything is looked up, since this may refuse the request. A point's values may decide which axes act in
+    # a row.
     rows = [requested_rows(each) for each in points]
     lines = [*first.file_lines, *axis_notes(first)]
     for options in points[1:] if first.axes else ():
-        axis_notes(options)  # which may refuse; the notes would only repeat the first point's
+        axis_notes(options)  # which may refuse the request; the notes would only repeat the first point's
 
     @cache
     def find_placement(num_gpus: int | None, cpu_limit: float | None, gpu_limit: float | None) -> Placement:
@@ -330,7 +331,7 @@ def _plan_of_point(
     if (total := options.global_batch_size) is not None:
         if "grad_accum" in options.axis_names:
             problem = "training.global_batch_size with the axis grad_accum: accumulation follows from the global batch"
-            raise UsageError(problem, remedy="leave one of them out; the axis micro_batch changes accumulation with it")
+            raise UsageError(problem, remedy="leave one of them out; the axis micro_batch changes accumulation too")
         # As if every rank had its own data; the builder computes each row's value, and refuses a fraction.
         options = replace(options, grad_accum=max(1, total // (options.batch_size * placement.num_gpus)))
     require_known_ids(options, model)
@@ -484,7 +485,7 @@ def make_trials(
 def _completed_row(
     configuration: Configuration, workload: Workload, placement: Placement, model: ResolvedModel
 ) -> tuple[Workload, dict[str, Any], str | None, list[str | Caveat]]:
-    """Return the workload with the precision it trains in, the configuration that runs, why it cannot, and caveats.
+    """Return the workload with the precision it trains in, the completed configuration, why it cannot run, and caveats.
 
     Raises UsageError.
     """
@@ -536,7 +537,7 @@ def refuse_unresolved(record: TrialRecord, waiting: Sequence[Trial]) -> list[Tri
 def ordered_for_round(configurations: Sequence[Configuration], seed: int, number: int) -> list[Configuration]:
     """Return the configurations in the order of a round (``number``, from 0).
 
-    Of six seeded shuffles, each round uses the one that puts the fewest rows where an earlier round had them, so that
+    Each round uses the one of six seeded shuffles that puts the fewest rows where an earlier round had them, so that
     neither the cold machine at the start nor noise that outlasts a run, such as heat, favors a row
     (``bench/false_differences.py``). The order does not depend on the number of rounds, so a resumed run keeps it.
     Among equally good shuffles, later rounds use the one least like the written order, since a run of one round, which

@@ -1,8 +1,8 @@
 """Replays every allocation of a training step on a simulated caching allocator, for ZeRO stages 0 to 3, FSDP2 and DDP.
 
-The model's allocations are traced (``allocation_trace``); DeepSpeed's own are interleaved with them. They follow
-DeepSpeed 0.19.8, as do ``stages_0_to_2`` and ``stage_3``, which name the files; here their order and streams matter
-too. The replay tells how much the first steps reserve and, given a capacity, whether they run.
+The model's allocations are traced (``allocation_trace``); the engine's own are interleaved with them. DeepSpeed's
+follow version 0.19.8, as do ``stages_0_to_2`` and ``stage_3``, which name the files; here their order and streams
+matter too. The replay shows how much the first steps reserve and, given a capacity, whether they run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ max_param_reduce_events)."""
 
 
 def unknown_to_replay(inputs: MemoryInputs) -> str | None:
-    """Name a setting that the replay does not support; such rows are judged by the rule. None if all are supported."""
+    """Name a setting that the replay does not support; None if all are supported.
+
+    Rows with such a setting are judged by the rule (``fit_verdict``).
+    """
     settings, profile, on_deepspeed = inputs.settings, inputs.profile, inputs.engine == "deepspeed"
     reasons = {
         "frozen parameters in FSDP2": bool(profile.frozen) and inputs.engine == "fsdp2",
@@ -121,8 +124,8 @@ def least_capacity(
     ``low_bytes``: a lower bound, such as the peak of allocated bytes. ``high_bytes``: the bytes reserved without a
     limit. ``how``: further arguments for ``replay``. The phase is None if memory never runs out above ``low_bytes``.
 
-    Steps that run in some capacity may run out of memory in a slightly larger one, where cached segments are freed
-    later. Therefore ``card_bytes`` itself is replayed: the result is larger than it if the steps run out of memory, and
+    Steps that run in one capacity may run out of memory in a slightly larger one, where cached segments are freed
+    later. Therefore ``card_bytes`` itself is replayed: the result is larger if the steps run out of memory in it, and
     no larger if they run. ``verdict_only``: replay nothing else.
     """
     phase: DecidingPhase | None = None
@@ -140,7 +143,7 @@ def least_capacity(
 
 
 class Rank:
-    """One rank: DeepSpeed's allocations interleaved with the model's."""
+    """One rank: the engine's allocations interleaved with the model's."""
 
     def __init__(self, inputs: MemoryInputs, allocator: CachingAllocator) -> None:
         self.inputs, self.settings, self.allocator = inputs, inputs.settings, allocator
@@ -624,7 +627,7 @@ class _Stage3(Rank):
 
     def _reduce(self) -> None:
         """Reduce the bucket on its stream (zero/stage3.py, __reduce_and_partition_ipg_grads): a copy is scattered,
-        unless it is a single tensor that needs no padding."""
+        unless the bucket holds a single tensor that needs no padding."""
         if not self.members:
             return
         if len(self.reductions) > _REDUCTIONS_AHEAD:

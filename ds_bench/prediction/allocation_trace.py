@@ -29,7 +29,7 @@ LAYERS = 3
 _SEGMENTS = (("P", 0), ("F", 0), ("F", 1), ("F", 2), ("H", 0), ("B", 2), ("B", 1), ("B", 0), ("T", 0))
 """Kind and layer of each part of a trace."""
 _MIN_BYTES = 2**16
-"""Smaller storages are left out: together they take far less than one segment."""
+"""Smaller storages are left out: together they take far less than one segment of torch's allocator."""
 TABLE_NAME = "allocation_traces.json.xz"
 TRACED_RANK = 8191
 """Rank of adapters in a trace. It is prime, and no size of a model is a multiple of it: any rank can take its place."""

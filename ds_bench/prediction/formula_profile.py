@@ -38,7 +38,7 @@ _GATES = {"gate_proj", "gate_up_proj", "wi_0"}
 _ATTENTION_OUTPUTS = {"o_proj", "out_proj", "dense", "proj", "o", "c_proj"}
 """Their input is attention's output, which is saved anyway."""
 MIN_TILES, MAX_TILE_TOKENS = 8, 2048
-"""Of the tiled loss: minimum number of parts, and maximum number of tokens in one (``worker.replaced_layers``)."""
+"""For the tiled loss: minimum number of parts, and maximum number of tokens in one (``worker.replaced_layers``)."""
 _USUAL_TOKENS = 1024
 """Sequence length at which the layer that saves the most is chosen."""
 _SORTING_BYTES = 38

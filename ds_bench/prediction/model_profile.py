@@ -108,7 +108,7 @@ class Polynomial:
 
 
 def evaluate_polynomial(terms: Mapping[str, float], batch_size: int, seq_length: int) -> float:
-    """Return the sum of monomials named like the fields of ``Polynomial``."""
+    """Return the sum of monomials named like those of ``Polynomial``."""
     total: float = sum(v * batch_size ** term.count("b") * seq_length ** term.count("s") for term, v in terms.items())
     return total
 
@@ -276,7 +276,8 @@ def find_profile(
     """Return the profile of a model whose parameter count is known; a preset's is part of the package.
 
     Any other is measured by a child process, with two layers unless they are of several kinds, and cached.
-    ``dropout``: None for the model's own. Raises UsageError if it cannot be measured, or its parameter count differs.
+    ``dropout``: None for the model's own. Raises UsageError if the model cannot be measured, or if its parameter count
+    differs.
     """
     request = request_for(facts, seq_length, accelerator=accelerator, dropout=dropout, variant=variant)
     key = request_key(request)
@@ -439,7 +440,7 @@ def _measure(
 ) -> dict[str, Any]:
     """Return the child's answer, and cache it under ``key`` if it is complete."""
     if missing := missing_packages(MODEL_PACKAGES):
-        problem = f"counting its activations needs {' and '.join(missing)}: {install_command()}"
+        problem = f"counting the activations of {name} needs {' and '.join(missing)}: {install_command()}"
         raise UsageError(problem, remedy="use an unmodified preset: its activations are part of ds_bench")
     (answer,) = measure_profiles([request], environment=environment)
     if "tensors" not in answer:

@@ -2,7 +2,7 @@
 
 Based on DeepSpeed 0.19.8; paths are relative to its ``runtime/``. Assumes AdamW, and gradients accumulated in the
 number format of the parameters (``engine.py``, get_data_types). Not included: DeepSpeed's own buffers, gathered
-parameters, and what else a step needs (``stages_0_to_2``, ``stage_3``).
+parameters, and anything else a step needs (``stages_0_to_2``, ``stage_3``).
 
 ====== ================================================================================================================
 stage  source
@@ -90,8 +90,9 @@ def model_states(
 
     ``parameters``: elements of the whole model, treated as one tensor. Stage 3 pads every tensor, which adds less than
     one element per tensor and rank. Tiers that hold nothing are left out. Optimizer offload permanently keeps an
-    fp32 gradient of the rank's part (initialize_optimizer_states in both files), and at stage 3 also the accumulated
-    one (grad_partitions_flat_buffer); stage 1 keeps every gradient on the GPU until the last one exists.
+    fp32 gradient of the rank's part (initialize_optimizer_states in stage_1_and_2.py and stage3.py), and at stage 3
+    also the accumulated one (grad_partitions_flat_buffer); stage 1 keeps every gradient on the GPU until the last one
+    exists.
     """
     if configuration.is_reference:
         # DDP has stage 0 and splits nothing, FSDP2 has stage 3. Both keep everything in fp32, whatever the precision.

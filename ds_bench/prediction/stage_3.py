@@ -30,7 +30,8 @@ def ledger_by_phase(inputs: MemoryInputs) -> Phases:
     if settings.contiguous_gradients:
         # The reduction bucket has its full size from the start (zero/stage3.py, _setup_for_real_optimizer).
         builder.add("gpu", "deepspeed_buffers", inputs.bucket_bytes * settings.reduce_bucket_elements)
-    # The part's accumulated gradients are held from the start where the optimizer is (grad_partitions_flat_buffer).
+    # The part's accumulated gradients exist from the start; optimizer offload keeps them in host memory
+    # (grad_partitions_flat_buffer).
     accumulated = inputs.accumulated * sum(parts)
     if settings.offload_optimizer:
         builder.add_pinned("gradients", accumulated, pinned=_pins(inputs, wanted=settings.pin_optimizer))
@@ -53,7 +54,7 @@ def ledger_by_phase(inputs: MemoryInputs) -> Phases:
 
 
 def sub_groups(parts: Iterable[int], limit: int) -> list[list[int]]:
-    """Group the tensors' parts by those that are updated together (zero/stage3.py, _create_fp16_sub_groups)."""
+    """Group the tensors' parts that are updated together (zero/stage3.py, _create_fp16_sub_groups)."""
     groups: list[list[int]] = [[]]
     for part in parts:
         # A group ends after the tensor that reaches the limit, so it may exceed the limit.
@@ -115,7 +116,8 @@ def _parameters_on_disk(inputs: MemoryInputs, groups: list[list[int]], builder: 
     reserve_partitioned_swap_space)."""
     settings, size = inputs.settings, inputs.element
     ends = list(accumulate(map(sum, groups)))
-    # The flat buffer is as large as the limit, whether groups fill it or not; with a limit of 0 it has one element.
+    # The flat buffer is as large as the limit, even if the groups that stay do not fill it, but no larger than all
+    # groups together; with a limit of 0 it has one element.
     flat = min(settings.max_in_cpu_elements, ends[-1]) or 1
     # DeepSpeed also adds up the groups that do not fit: after the first of them, none stays in memory, however small.
     on_disk = [group for group, end in zip(groups, ends, strict=True) if end > flat]

@@ -138,9 +138,9 @@ def _norm_bytes(tensors: Sequence[int], part: int) -> int:
 
 
 def _partitioned(inputs: MemoryInputs, part: int, builder: LedgerBuilder) -> Phases:
-    """Ledgers at stages 1 and 2 without offload. Stage 1 keeps all gradients until the last exists, stage 2 the
-    gradients of the rank's part. The step computes the norm of each gradient in fp64 (get_grad_norm_direct), flattens
-    the rank's part, then casts it to fp32 (zero/stage_1_and_2.py, step)."""
+    """Ledgers at stages 1 and 2 without offload. Stage 1 keeps all gradients until the last exists, unless it
+    reduces during backward; stage 2 keeps those of the rank's part. The step computes the norm of each gradient in fp64
+    (get_grad_norm_direct), flattens the rank's part, then casts it to fp32 (zero/stage_1_and_2.py, step)."""
     # ``kept``: gradients after the reduction. ``every``: gradients at their peak, with ``extra`` as temporaries.
     kept = every = inputs.element * _owned_elements(inputs)
     extra = max(inputs.profile.tensors) * inputs.element

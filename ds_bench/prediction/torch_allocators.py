@@ -3,7 +3,7 @@
 The simulation finds the segments that a sequence of allocations takes. Its rules come from torch 2.13,
 ``c10/cuda/CUDACachingAllocator.cpp`` with its defaults: round_size, get_allocation_size, get_free_block (best fit),
 should_split, free_block (merges with free neighbors), and release_cached_blocks, which gives whole free segments back
-before memory runs out. A block belongs to one stream.
+when memory runs out. A block belongs to one stream.
 """
 
 from __future__ import annotations

@@ -103,7 +103,10 @@ def profile_model(
     image_tokens: int = 0,
     losses_by_formula: bool = False,
 ) -> ModelProfile | Unpredicted:
-    """Find the sizes of a model's tensors and activations: stored for a preset, otherwise measured in a child process.
+    """Find the sizes of a model's tensors and activations.
+
+    They are computed by formula with a ``choice`` or for a model that is not built, stored for a preset, and otherwise
+    measured in a child process.
 
     ``dropout``: None for the model's own. ``variants``: those needed in addition to the usual one. ``environment``:
     variables of the trials' processes, so that a model is built as they build it. ``choice``: which parameters are
@@ -332,7 +335,7 @@ def predicted_over_measured(record: TrialRecord) -> float | None:
     prediction = stored_prediction(record.trial)
     if prediction is None or prediction.unknown is not None:
         return None
-    # If the fullest moment is before the first step, the prediction is of that peak.
+    # A prediction whose fullest moment is before the first step is compared with the peak of that time.
     name = "gpu_init_peak_bytes" if prediction.phase in ("build", "initialize") else "gpu_peak_bytes"
     peak = max(measured_values(record.ranks, name), default=0)
     return (prediction.gpu_bytes - prediction.gpu.get("overhead", 0)) / peak if peak else None

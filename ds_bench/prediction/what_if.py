@@ -186,7 +186,7 @@ def with_settings(planned: PlannedTrial, settings: Settings) -> PlannedTrial:
         if name == "strategy":
             now, workload, strategy = planned.configuration, planned.workload, strategies.named_strategy(value)
             own = deepspeed_config.changes_of(now.deepspeed_config, now, workload, planned.placement)
-            # Whole blocks: one without ``enabled``, or a single one that is off, would mean fp32.
+            # Copied whole: a block without ``enabled``, or only one that is off, would mean fp32.
             blocks = deepspeed_config.PRECISION_BLOCKS
             own |= {name: block for name in blocks if (block := now.deepspeed_config.get(name)) is not None}
             base = deepspeed_config.base_config(strategy, workload.batch_size, workload.grad_accum)
@@ -318,8 +318,8 @@ def smallest_change(planned: PlannedTrial, gpu_bytes: int, host_bytes: int | Non
     In order of cost: a tiled loss, smaller buckets, activation checkpointing, a smaller micro-batch, the next ZeRO
     stages, offload of the optimizer, of the parameters, both to NVMe, half the GPUs if the host lacks memory, more
     GPUs; then the same combined with a tiled loss, then with checkpointing as well, then with a micro-batch of 1 as
-    well; last, a different number of GPUs at a later stage. A change with the verdict ``fits`` is preferred to all with
-    the verdict ``tight``.
+    well; last, more or fewer GPUs with a later stage or offload. A change with the verdict ``fits`` is preferred to all
+    with the verdict ``tight``.
     """
     if fits(planned, gpu_bytes, host_bytes):
         return None
@@ -386,7 +386,7 @@ def _logits_dominate(planned: PlannedTrial) -> bool:
 
 
 def _combined(planned: PlannedTrial, smaller: _Numbers, others: _Numbers) -> Iterator[Settings]:
-    """Yield single changes, then these on top of cheap changes, then later stages on different numbers of GPUs.
+    """Yield single changes, then these on top of cheap changes, then later stages and offload with more or fewer GPUs.
 
     ``smaller``: yields the micro-batches to try. ``others``: yields the numbers of GPUs.
     """

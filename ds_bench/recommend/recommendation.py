@@ -88,7 +88,7 @@ class Recommendation:
 
     @property
     def lines(self) -> list[str]:
-        """One line each for the answer, the facts and the next steps; a report's notes have the steps of caveats."""
+        """One line each for the answer, the facts and the next steps; a report's notes have the steps for caveats."""
         # Named here if the headline only counts them, or gives a different reason.
         unnamed = self.disturbed or sum(map(len, self.undecided)) > MAX_LETTERS_NAMED
         tie = [f"Too close to call: {format_list(self.undecided)}"] if self.undecided and unnamed else []

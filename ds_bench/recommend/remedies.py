@@ -155,7 +155,8 @@ def _remedy(row: ComparisonRow, run: Run, comparison: Comparison) -> Fact:
         how += f" after {format_duration(run.row.wall_seconds)}"
     planned = outcome.status == schema.SKIPPED and setup is not None
     action = suggestion(setup, run, comparison) if planned else action_of(run)
-    cause = " ".join((outcome.error or outcome.status).split())
+    # An exception's class and phase are in ``how`` and ``where``.
+    cause = " ".join((outcome.error or outcome.status).split()).removeprefix(f"{outcome.status}{outcome.where}: ")
     if len(cause) > _MAX_CAUSE_LENGTH:
         cause = f"{cause[: _MAX_CAUSE_LENGTH - 1]}…"
     return Fact("failed", {"how": how, "where": outcome.where, "cause": cause, "action": action})
@@ -315,7 +316,10 @@ def setup_of(row: ComparisonRow, comparison: Comparison) -> FailedSetup | None:
 
 
 def excess_bytes(row: ComparisonRow, comparison: Comparison) -> int:
-    """Return the bytes used above ``NEAR_CAPACITY`` of the GPU; 0 if the row's share or the GPU's size is unknown."""
+    """Return the bytes used above ``NEAR_CAPACITY`` of the GPU, negative if it is not reached.
+
+    0 if the row's share or the GPU's size is unknown, or if the row fills the GPU on purpose.
+    """
     if row.gpu_fraction is None or comparison.device_capacity_bytes is None or row.fills_memory:
         return 0
     return int((row.gpu_fraction - NEAR_CAPACITY) * comparison.device_capacity_bytes)

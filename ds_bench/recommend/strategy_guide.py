@@ -107,7 +107,7 @@ def advice_lines(
     elif held == whole:
         saving = "nothing: one GPU has nothing to partition"
     else:
-        extra = f"nothing, it needs {format_bytes(held - whole)} more" if held > whole else format_bytes(whole - held)
+        extra = f"nothing; it needs {format_bytes(held - whole)} more" if held > whole else format_bytes(whole - held)
         saving = f"{extra} {where}: {format_bytes(held)} against {format_bytes(whole)} at ZeRO-0"
     return [
         configuration.label,

@@ -91,8 +91,8 @@ class Assignment:
     def save(self, folder: Path, config: Mapping[str, Any]) -> None:
         """Write trial.json and ds_config.json into the trial's folder.
 
-        ``config``: DeepSpeed's, written with the private folder for NVMe swapping. Only
-        ds_config.json contains its credentials, and only the user may read that file.
+        ``config``: DeepSpeed's, written with the private folder for NVMe swapping. Only ds_config.json contains its
+        credentials, and only the user may read that file.
         """
         if self.swap_folder is not None:
             config = with_swap_folder(config, self.swap_folder)

@@ -40,7 +40,7 @@ RECORDS_FILE = "records.jsonl"
 PROBES_FILE = "probes.jsonl"
 """Trials that search for the largest micro-batch or sequence, which are not rows of the result."""
 _ATTEMPT = "_attempt"
-"""Between a trial's name and the number of its second and later attempts, in the names of their folders."""
+"""Separates the trial's id from the attempt's number in the folder names of second and later attempts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,7 +210,8 @@ def last_trial_folder(run: Path, trial_id: str) -> Path:
 def latest_run(output_dir: Path = Path("results")) -> Path:
     """Return the folder of the run whose last trial began latest. Raises UsageError if there is none.
 
-    The times are read from the records. The files' own decide only if no trial was launched: copying changes them.
+    The times are read from the records. The files' own times decide only if no trial was launched: copying changes
+    them.
     """
     runs = []
     for file in (output_dir / "runs").glob(f"*/{RECORDS_FILE}"):

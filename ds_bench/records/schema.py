@@ -85,7 +85,7 @@ class Profile:
 class OffloadTimes:
     """Mean cost of offloading in a synchronized step after the measured window, on one rank.
 
-    None if DeepSpeed's CPU Adam did not step, or nothing is swapped to a disk.
+    A field is None if DeepSpeed's CPU Adam did not step, or nothing is swapped to a disk.
     """
 
     cpu_adam_seconds: float | None = None
@@ -415,7 +415,7 @@ class GpuWindow:
     mean_sm_clock_mhz: float | None = None
     max_temperature_celsius: int | None = None
     mean_power_watts: float | None = None
-    """Energy between the first and the last sample, at least a second apart, over the time between them."""
+    """Energy used from the first to the last sample, at least a second apart, divided by the time between them."""
     throttled_by: tuple[str, ...] = ()
     """Faults among the reasons for a low clock in any sample."""
 

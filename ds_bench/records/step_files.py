@@ -50,7 +50,7 @@ class StepSample(NamedTuple):
     gpu_reserved_bytes: int | None = None
     """Held by torch's allocator at the end of the step."""
     gpu_peak_bytes: int | None = None
-    """Peak allocated since warm-up, or since the measured window began."""
+    """Peak allocated since the warm-up or the measured steps began."""
     host_resident_bytes: int | None = None
     """Resident memory at the end of the step."""
 

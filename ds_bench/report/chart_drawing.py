@@ -28,7 +28,7 @@ PAGE_WIDTH, PAGE_FONT_SIZE = 330.0, 11.5
 FILE_WIDTH, FILE_FONT_SIZE = 460.0, 9.0
 """Points: the width of the text on a printed page."""
 BAR_HEIGHT = 0.36
-"""As a fraction of its row's."""
+"""As a fraction of the row's height."""
 MAX_ROWS_IN_ALT_TEXT = 12
 _SETTINGS: Any = {
     "font.sans-serif": ["DejaVu Sans"],

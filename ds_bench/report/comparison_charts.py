@@ -88,7 +88,7 @@ def charts_of(comparison: Comparison, recommended: str | None = None) -> tuple[l
     shown = {
         "throughput": "throughput" in names,
         "memory by category": any(_has_ledger(row, tier) for row in rows.measured for tier in _TIERS),
-        "series of steps": "steps" in names,
+        "individual step times": "steps" in names,
         "losses per step": "losses" in names,
     }
     missing = [what for what, is_shown in shown.items() if not is_shown]

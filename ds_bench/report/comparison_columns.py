@@ -133,7 +133,7 @@ TABLE_COLUMNS: tuple[TableColumn, ...] = (
             lambda row: row.step_seconds_std, format_ms),
     _number("Tokens/s", "throughput of the whole job, geometric mean of the runs",
             lambda row: row.tokens_per_second if row.rate_unit == "tokens/s" else None, format_rate),
-    _number("Samples/s", "samples of the whole job, if a sample is not a sequence of the given length",
+    _number("Samples/s", "samples per second of the whole job, if a sample is not a sequence of the given length",
             lambda row: row.samples_per_second, format_significant, page_only=True),
     TableColumn(heading="Tokens/s, 95 %",
                 meaning="95 % confidence interval of the mean tokens/s, with three or more runs",
@@ -161,7 +161,7 @@ TABLE_COLUMNS: tuple[TableColumn, ...] = (
 
 
 def measured_columns(comparison: Comparison) -> tuple[TableColumn, ...]:
-    """The columns that the page shows: throughput, and every other that some row has a value for."""
+    """The columns that the page shows: throughput, and all others for which some row has a value."""
     empty = (MISSING, NOT_TESTED)
     return tuple(
         column
@@ -234,7 +234,7 @@ def _share(fraction: float | None, *, warns: bool) -> str:
     """A share of the memory, with ``!`` above 95 %."""
     if fraction is None:
         return MISSING
-    # Whole percents, but tenths near the limit, where "95 %" could be on either side.
+    # Whole percents, but tenths below 10 % and near the limit, where "95 %" could be on either side.
     digits = 0 if fraction >= 0.1 and not 0.95 <= fraction < 0.955 else 1
     return format_percent(fraction, digits=digits) + (" !" if fraction > NEAR_CAPACITY and warns else "")
 

@@ -439,7 +439,7 @@ def _optimizer(raw: Config, accelerate: Config) -> str:
     """Return how code for Accelerate makes the optimizer."""
     kind, offloaded = deepspeed_config.optimizer_kind(raw), bool(offload_device(raw, "offload_optimizer"))
     if kind == "muon":
-        return "copy the `optimizer` block of `ds_config.json` into it and use `accelerate.utils.DummyOptim`."
+        return f"copy `optimizer` from `{RAW_FILE}` into `{ACCELERATE_FILE}` and use `accelerate.utils.DummyOptim`."
     params = dict(block_of(block_of(raw, "optimizer"), "params"))
     # DeepSpeed picks the class by this key; no class takes it as an argument.
     on_torch = bool(params.pop("torch_adam", False))

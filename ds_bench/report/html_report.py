@@ -91,7 +91,7 @@ def render_plan(plan: MemoryPlan) -> str:
 
 
 def _render_tables(parts: Sequence[Mapping[str, Any]]) -> str:
-    """Return the parts, each a title, a table and the lines below it."""
+    """Render the parts, each a title, a table and the lines below it."""
     return _UNPRINTABLE.sub("\ufffd", _template_engine().get_template("tables.html").render(parts=parts))
 
 

@@ -1,4 +1,4 @@
-"""The predictions of ``plan`` as text: one sentence that answers, and one table."""
+"""The predictions of ``plan`` as text: one sentence with the answer, and one table, or three with ``--verbose``."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class PlanRow:
     prediction: Prediction
     verdict: str
     change: Change | None
-    """The smallest change that would make the row fit; None if it fits already, or if no change does."""
+    """The smallest change that would make the row fit; None if no change does, or if the row may fit already."""
     decisive_tiers: tuple[str, ...] = ()
     """The memory tiers that decide the verdict, ``gpu`` and ``host``; empty if the row fits."""
     min_gpus: int | None = None

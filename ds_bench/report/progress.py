@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 class ProgressReporter:
     """Prints how each trial ended, and how long the rest of the comparison is likely to take.
 
-    ``trials``: those that will run. ``repeats``: runs of each row. ``verbose``: also when a trial begins, its caveats
-    and its files.
+    ``trials``: those that will run. ``repeats``: runs of each row. ``verbose``: also prints when a trial begins, its
+    caveats, and the files of its profiles.
     """
 
     def __init__(self, line: StatusLine, trials: Sequence[Trial], repeats: int = 1, *, verbose: bool = False) -> None:
@@ -78,7 +78,7 @@ class ProgressReporter:
         return show
 
     def _head(self, trial: Trial) -> str:
-        """``[2/24] ZeRO-1 run 1/3``; without the run number if each row runs once; in a sweep with the point."""
+        """``[2/24] ZeRO-1 run 1/3``; without the run number if each row runs once; with the point in a sweep."""
         run = f" run {trial.repeat + 1}/{self._repeats}" if self._repeats > 1 else ""
         point = f"{text}: " if (text := point_text(trial.point)) else ""
         pass_type, what = trial.workload.pass_type, trial.configuration.label
@@ -91,7 +91,7 @@ class ProgressReporter:
         return sum(self._wall_seconds) / len(self._wall_seconds) if self._wall_seconds else None
 
     def end(self, record: TrialRecord) -> None:
-        """A trial has ended: prints its result and the time left; if verbose its duration and caveats too."""
+        """A trial has ended: prints its result and the time left, and if verbose its duration, caveats and profiles."""
         if record.wall_seconds is not None:
             self._wall_seconds.append(record.wall_seconds)
         took = f" · took {format_duration(record.wall_seconds)}" if self._verbose and record.wall_seconds else ""
@@ -162,9 +162,9 @@ def stand_in_line(plan: RunPlan) -> str | None:
 
 
 def run_plan_lines(plan: RunPlan, max_lines: int) -> list[str]:
-    """The plan as a table with a line for each point of a sweep, or for each row without one.
+    """The plan as a table with a line for each point of a sweep or, without a sweep, for each row.
 
-    At most ``max_lines`` of them are given, and then how many more there are.
+    Lines beyond ``max_lines`` are only counted.
     """
     cells = []
     tier: Tier = "gpu" if plan.placement.accelerator == "cuda" else "cpu"
@@ -198,7 +198,7 @@ def run_plan_lines(plan: RunPlan, max_lines: int) -> list[str]:
 
 
 def _fit_text(plan: Plan, trial: Trial) -> str:
-    """``yes``, ``tight``, ``no``, or ``?`` if a part of its memory is not predicted and the rest would fit."""
+    """``yes``, ``tight``, ``no``, or ``?`` if its memory is not fully predicted and the predicted part would fit."""
     if trial.not_launched:
         return "no"
     prediction = stored_prediction(trial)
@@ -212,7 +212,7 @@ def _fit_text(plan: Plan, trial: Trial) -> str:
 
 
 def profile_files_line(runs: Sequence[Run], folder: Path) -> str | None:
-    """``Profiles: 6 files, 4.31 MB, in <run>/trials/*/profiles``; None without any. ``folder``: of the run."""
+    """``Profiles: 6 files, 4.31 MB, in <run>/trials/*/profiles``; None without any. ``folder``: the run's."""
     profiles = [profile for run in runs for rank in run.ranks for profile in rank.profiles]
     # Files of profiles may have been deleted since the run.
     paths = [path for profile in profiles for name in profile.files if (path := folder / name).is_file()]

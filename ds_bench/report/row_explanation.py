@@ -25,7 +25,7 @@ from .table_layout import Column, Table, wrap
 _SAME_FRACTION = 0.01
 """A total that changes by less than this fraction counts as unchanged; categories that change less are not listed."""
 _WIDEST = 200
-"""Width of a table in characters; what a setting acts on may be long."""
+"""Maximum width of a table in characters; the list of what a setting acts on may be long."""
 _WIDEST_TEXT = 80
 _PHASES = {**PHASE_HEADINGS, "warm_up": "Warm-up"}
 _TIERS = {"gpu": "GPU memory", "cpu": "Host memory", "nvme": "NVMe swap files"}
@@ -116,7 +116,7 @@ def largest_change(difference: RowDifference) -> str:
 
 
 def _tier_text(tier: TierDifference) -> str:
-    """What the bytes of a tier are. On CPU ranks they are those of tensors, not the resident size of the table."""
+    """Name a tier's memory. On CPU ranks its bytes count tensors only, unlike the resident size in the comparison."""
     counts_tensors = tier.tier == "cpu" and not tier.predicted
     counts_tensors &= {TOTAL, REST}.isdisjoint(each.category for each in tier.categories)
     return "Tensors in host memory" if counts_tensors else _TIERS[tier.tier]

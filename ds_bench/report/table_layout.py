@@ -215,7 +215,7 @@ def printable(text: str, unicode: bool = True) -> str:
 
 
 def wrap(text: str, width: int, indent: str = "", *, max_lines: int | None = None) -> list[str]:
-    """The text in lines that break between words; those after the first are indented. A longer word stays whole.
+    """The text in lines that break between words; those after the first are indented. An overlong word stays whole.
 
     A number and its unit stay together. So do a flag and its value unless ``max_lines`` is given, because a command
     that is broken over two lines would be pasted as two.
@@ -245,7 +245,7 @@ def escape(text: str) -> str:
 
 
 def escape_unprintable(text: str) -> str:
-    """Control and other invisible characters, line breaks included, as JSON spells them."""
+    """The text with control and other invisible characters, line breaks included, as JSON spells them."""
     return "".join(character if character.isprintable() else json.dumps(character)[1:-1] for character in text)
 
 

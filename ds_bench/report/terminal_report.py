@@ -63,7 +63,7 @@ def print_reports(
     """Print the reports one after another, then the tables that compare them.
 
     If passes other than training steps or the sizes of ``model-size`` were timed, print only their tables. With
-    ``in_short``, for a sweep that has just run, print only the answers of several reports. Neither applies with
+    ``in_short``, for a sweep that has just run, reduce several reports to their answers. Neither applies with
     ``as_markdown`` or ``verbose``.
     """
     of_passes, brief = combined_table.has_passes(reports), not as_markdown and not verbose
@@ -200,7 +200,7 @@ def report_lines(report: ComparisonReport, width: int, unicode: bool) -> list[Li
 
 
 def short_table(report: ComparisonReport) -> Table:
-    """Return the rows, with a star at the recommended one; a failed row shows its cause."""
+    """Return the rows, with a star at the recommended one; a failed row shows why it failed."""
     rows = report.comparison.rows
     trained = [row for row in rows if row.succeeded]
 

@@ -80,7 +80,7 @@ def _without_form(text: str) -> str:
 
 
 def memory_bytes(text: str) -> int:
-    """Return the memory in bytes for a GPU's name or for a size: ``80GB``, ``24GiB``, or ``79.1`` times 2**30.
+    """Return the memory in bytes for a GPU's name or for a size in GB: ``80GB``, ``24GiB`` or ``79.1``.
 
     A name may also be one that nvidia-smi prints: ``NVIDIA H100 80GB HBM3``. A size is taken literally: ``80GB`` is
     80 × 2**30, more than an "80 GB" GPU shows. Raises UsageError with the most similar names for anything else.

@@ -137,8 +137,8 @@ def cgroup_cpu_periods(root: Path = ROOT) -> tuple[int, int] | None:
 def busy_cpu_seconds(cpus: Set[int], root: Path = ROOT) -> float | None:
     """CPU time used on these processors since the machine started, by every process and by the kernel.
 
-    Time that a hypervisor gave to others (steal) is counted too (/proc/stat, proc_stat(5)). ``None`` if one is not
-    listed.
+    Time that a hypervisor gave to others (steal) is counted too (/proc/stat, proc_stat(5)). ``None`` if one of
+    the processors is not listed.
     """
     ticks_by_cpu = {}
     for line in (read_text(root / "proc/stat") or "").splitlines():

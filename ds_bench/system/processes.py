@@ -214,7 +214,7 @@ def send_signal(pids: Iterable[int], number: int) -> None:
 
 
 KILL_SECONDS = 10.0
-"""For processes to end after SIGKILL."""
+"""Time for processes to end after SIGKILL."""
 _POLL_SECONDS = 0.02
 
 

@@ -47,7 +47,7 @@ def watch_rank(folder: Path, rank: int) -> None:
     """Continue as the rank in a child process. The parent records how the child ends, and ends the same way."""
     pid = os.fork()
     if pid == 0:
-        # The child of a fork does not inherit the request (prctl(2), PR_SET_PDEATHSIG).
+        # The child of a fork does not inherit this setting (prctl(2), PR_SET_PDEATHSIG).
         die_with_parent()
         return
     # Only after the fork, which would not copy the thread that this starts.

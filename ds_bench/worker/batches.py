@@ -135,9 +135,9 @@ def make_batches(
 ) -> list[Batch]:
     """Make ``count`` micro-batches on the device with this rank's generator.
 
-    At least one, at most ``max_count``, and none after 256 MB. Floating-point tensors get the training ``dtype``.
-    Raises TypeError or ValueError unless ``make_batch`` returns tensors of ``batch_size`` samples: otherwise throughput
-    would count samples that do not exist.
+    At least one, at most ``max_count``, and no more once 256 MiB are held. Floating-point tensors get the training
+    ``dtype``. Raises TypeError or ValueError unless ``make_batch`` returns tensors of ``batch_size`` samples: otherwise
+    throughput would count samples that do not exist.
     """
     # Not torch's global generator: stages draw from it differently while they build the model. Below 100,003 ranks
     # no two pairs of seed and rank have the same number.

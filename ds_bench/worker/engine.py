@@ -23,8 +23,8 @@ _OPTIMIZER_SETTINGS = ("lr", "betas", "eps", "weight_decay", "momentum")
 
 
 def select_device(placement: Placement) -> torch.device:
-    """This rank's device, made the current one on CUDA. Its memory is limited to emulate a smaller GPU, and
-    under WSL to what is free now, so that allocations fail there instead of going to host memory.
+    """This rank's device, made the current one on CUDA. Its memory is limited if a smaller GPU is emulated, else
+    under WSL to the memory that is free now, so that allocations fail there instead of going to host memory.
     """
     if placement.accelerator == "cpu":
         return torch.device("cpu")
@@ -98,7 +98,7 @@ def engine_facts(engine: Any) -> dict[str, Any]:
 
 
 def _to_json_value(value: Any, depth: int = 8) -> Any:
-    """A value for a JSON file: models, mappings and objects by field, anything else without a JSON form as its text.
+    """A value for a JSON file: models, mappings and objects whose text has an address by field; others as their text.
 
     Addresses in memory, which differ from run to run, are left out. ``depth``: limit for objects within objects.
     """

@@ -1,9 +1,10 @@
 """Counts the floating-point operations of a forward and a backward pass, from the operations that really run.
 
-For models whose shape is not known beforehand: those of a user's factory, trained in whole or in part. A frozen weight
-has no gradient, so its matrix product runs twice, not three times; a frozen layer before all trained ones runs once.
-Matrix products, convolutions and attention are counted, with two operations for each multiply-add. The formulas are
-torch's own (``torch.utils.flop_counter``), except for attention, which counts in full even under a causal mask.
+For models that no formula covers: those of unknown shape, such as a user's factory's, and those trained in part. A
+frozen weight has no gradient, so its matrix product runs twice, not three times; a frozen layer before all trained ones
+runs once. Matrix products, convolutions and attention are counted, with two operations for each multiply-add. The
+formulas are torch's own (``torch.utils.flop_counter``), except for attention, which counts in full even under a causal
+mask.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def adapt_transformers() -> None:
 def adapt_engine(engine: Any) -> None:
     """Make ``engine.step`` work on several CPU ranks.
 
-    Before 0.19 stages 1 and 2 flatten parameters with gradients enabled (``runtime/zero/stage_1_and_2.py``). The
+    Before 0.19, stages 1 and 2 flatten parameters with gradients enabled (``runtime/zero/stage_1_and_2.py``). The
     parameters are then views of one buffer, and gloo refuses to gather into them. A step needs no gradients.
     """
     if deepspeed_keys.is_before("0.19"):
@@ -71,7 +71,7 @@ def partition_rank(parameter: Any) -> int:
 
 
 def is_partitioned_at_stage_0(optimizer: Any) -> bool:
-    """Return whether it is ``BF16_Optimizer``, which DeepSpeed before 0.17.6 uses at stage 0 in bf16."""
+    """Return whether the optimizer is ``BF16_Optimizer``, which DeepSpeed before 0.17.6 uses at stage 0 in bf16."""
     return hasattr(optimizer, "bf16_groups")
 
 

@@ -86,7 +86,7 @@ def measure(request: Mapping[str, Any], report_partial: Callable[[Answer], None]
         if autocast and answer:  # the same, whichever number format the weights would have without it
             answer["formats"][precision] = next(iter(answer["formats"].values()))
             continue
-        # Where weights are frozen, stage 3 keeps more than other stages (linear_of_stage_3). The model is built again,
+        # If weights are frozen, stage 3 keeps more than other stages (linear_of_stage_3). The model is built again,
         # since fitting changes it.
         for key, linear in (("formats", contextlib.nullcontext()), ("stage_3_formats", linear_of_stage_3())):
             if key == "stage_3_formats" and (autocast or not answer.get("frozen")):

@@ -117,7 +117,7 @@ def device_facts(accelerator: str, retries_before: int, limit_bytes: int | None)
 
 
 def _proportional_bytes() -> int | None:
-    """Memory of this rank and its data loader's workers, each shared page divided by the processes that map it."""
+    """Memory of this rank and its data loader's workers, each shared page divided among the processes that map it."""
     pids = [os.getpid(), *(child.pid for child in multiprocessing.active_children())]
     own, *others = (read_table(Path(f"/proc/{pid}/smaps_rollup")).get("Pss") for pid in pids)
     return None if own is None else own + sum(size or 0 for size in others)

@@ -57,8 +57,8 @@ _WRITES = ("async_pwrite", "sync_pwrite", "pwrite")
 class CommunicationTimer:
     """Times every collective operation of DeepSpeed while it is active.
 
-    Each is waited for, including operations that DeepSpeed overlaps with training, so that its time
-    includes nothing else. ``synchronize`` waits for the device.
+    Each is waited for, including operations that DeepSpeed overlaps with training, so that its time includes nothing
+    else. ``synchronize`` waits for the device.
     """
 
     def __init__(self, synchronize: Callable[[], None]) -> None:
@@ -252,7 +252,7 @@ class OffloadTimer:
 
     def __exit__(self, *_error: object) -> None:
         self._stack.close()
-        # Operations that nobody has waited for yet are counted up to this moment.
+        # Operations that nobody has waited for yet count as busy up to this moment.
         self.disk.end(None, time.perf_counter())
 
     def _timed_adam(self, optimizer: DeepSpeedCPUAdam, step: Callable[..., Any]) -> Callable[..., Any]:

@@ -81,7 +81,7 @@ else:
     # open on import, is closed; ranks open it again themselves.
     with contextlib.suppress(Exception):
         nvml = importlib.import_module("pynvml")
-        for _ in range(256):  # NVML counts how often it was opened; a call too many does no harm
+        for _ in range(256):  # NVML counts how often it was opened; an extra call does no harm
             nvml.nvmlShutdown()
 # pydantic builds its reader for assignments once here instead of in every rank.
 json_files.adapter(Assignment)

@@ -3,8 +3,8 @@
 Every rank takes the same steps, whether it is observed or not, so that collectives match and all rows train alike. A
 profiler that fails leaves a caveat; if a training step fails, so does the rank.
 
-``torch`` leaves a trace and a table of steps without stacks and shapes, which slow a step down, and the memory of each
-category over one more step, which needs both. ``memory`` shows who allocates. On GPUs torch's allocator records every
+``torch`` leaves a trace and a table of steps without stacks and shapes, which slow a step down, and, from one more step
+with both, the memory of each category. ``memory`` shows what allocates memory. On GPUs torch's allocator records every
 allocation with its stack, for torch's memory viewer; the CPU has no such allocator, and there torch.profiler sees the
 bytes that each operator allocates and frees. ``nsys`` opens a window for Nsight Systems.
 """
@@ -36,7 +36,7 @@ _MAX_LINE_LENGTH = 200
 MAX_ROWS = 10
 """Rows of a table that the record and the report hold; the file has more."""
 _MAX_EVENTS = 100_000
-"""Number of allocations that torch's allocator keeps, the latest ones; each takes a few KB."""
+"""Maximum number of allocations in the recorded history, which keeps the latest; each takes a few KB."""
 _ROWS_IN_FILE = 100
 _STEP = "optimizer step"
 """Marks each step in the trace. Its own time is that outside operators."""
@@ -210,8 +210,8 @@ def lines_by_time(averages: Sequence[Any], device: str, step_count: int) -> tupl
     def milliseconds(event: Any) -> float:
         return float(event.self_device_time_total if on_device else event.self_cpu_time_total) / 1000
 
-    # A kernel is in the list on its own, and in the time of the operator that launched it; a mark is there with the
-    # time of all kernels within it (torch/autograd/profiler_util.py, _build_table).
+    # A kernel is listed on its own, and counted in the time of the operator that launched it; a mark is listed with
+    # the time of all kernels within it (torch/autograd/profiler_util.py, _build_table).
     operators = [event for event in averages if event.device_type == DeviceType.CPU]
     kernels = [event for event in averages if event.device_type != DeviceType.CPU and not event.is_user_annotation]
     rows = [

@@ -270,7 +270,7 @@ class Fsdp2Engine(ReferenceEngine):
 
     def tensors_by_category(self) -> Iterator[tuple[str, Iterable[torch.Tensor | None]]]:
         yield from super().tensors_by_category()
-        # Of whole tensors: kept until the last micro-batch of a step.
+        # Gradients of whole tensors are kept until the last micro-batch of a step.
         yield "gradients", (parameter.grad for parameter in self._gathered())
 
     def parameter_tensors(self) -> Iterator[torch.Tensor]:

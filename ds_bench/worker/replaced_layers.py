@@ -1,4 +1,4 @@
-"""Replaces the loss or the MLPs of a causal language model with code that has the same result in less memory.
+"""Replaces the loss or the MLPs of a causal language model with code that computes the same result in less memory.
 
 A Transformers model converts its logits to fp32 and keeps their log-softmax for the backward pass, which makes two more
 tensors of that size: 12 bytes for each token and each word of the vocabulary, more than everything else for long
@@ -104,7 +104,8 @@ class _TiledLoss(torch.autograd.Function):
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: Any, targets: torch.Tensor) -> Any:
         from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
 
-        # Of the whole micro-batch: parts with different numbers of ignored targets must not weigh the same in the mean.
+        # Counted over the whole micro-batch: parts with different numbers of ignored targets must not weigh the same in
+        # the mean.
         count = (targets != _IGNORED).sum()
         trained = any(ctx.needs_input_grad)
         # Detached: gradients end at these tensors, and call no ZeRO hook before the model's backward pass.

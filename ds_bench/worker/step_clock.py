@@ -67,7 +67,7 @@ class _PendingStep:
     mark: int
     """The mark of ``clock`` that ends the step."""
     losses: torch.Tensor | list[float]
-    """Of the micro-batches; a tensor on the host, complete once the mark has passed. Empty if not taken."""
+    """Of the micro-batches; a tensor on the host, complete once the device has passed the mark. Empty if not taken."""
     time: float
     measured: bool
     memory: dict[str, int | None]

@@ -48,7 +48,7 @@ SEGMENTS = ("P", "F0", "F1", "F2", "H", "B2", "B1", "B0", "T")
 """Before the layers, forward through each layer, the head and the loss, backward through the layers, and the rest."""
 LAYERS = 3
 _DQ_ROWS = 128
-"""FlashAttention's backward pass pads the sequence to a multiple of it (csrc/flash_attn/flash_api.cpp,
+"""FlashAttention's backward pass pads the sequence to a multiple of this (csrc/flash_attn/flash_api.cpp,
 ``seqlen_q_rounded``)."""
 _IN_FP32_UNDER_AUTOCAST: tuple[tuple[Any, str], ...] = (
     *((torch, name) for name in ("pow", "softmax")),

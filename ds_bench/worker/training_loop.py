@@ -107,7 +107,7 @@ class Trainer:
             self.engine.step()
             # Not read here: item() would wait for the device.
             losses.append(loss.detach())
-            del loss  # its graph holds the activations where no backward pass freed them
+            del loss  # its graph holds the activations if no backward pass has freed them
         self._losses.append(losses)
         self._grad_norms.append(reported_grad_norm(self.engine))
         self._steps_done += 1
@@ -249,7 +249,7 @@ def measure_window(trainer: Trainer, steps: int, barrier: Callable[[], None]) ->
 def repeated_loss(trainer: Trainer) -> float | None:
     """The loss on this rank's first batch, without dropout and without training on it.
 
-    None where it is not finite, and for a compiled engine, which would be compiled again.
+    None if it is not finite, and for a compiled engine, which would be compiled again.
     """
     if trainer.is_compiled:
         return None
@@ -334,7 +334,7 @@ def _time_phases(trainer: Trainer, other_seconds: Callable[[], float]) -> tuple[
         mark()
         trainer.engine.step()
         mark()
-        del loss  # its graph holds the activations where no backward pass freed them
+        del loss  # its graph holds the activations if no backward pass has freed them
         for phase, before, after in zip(_PHASES, marks, marks[1:], strict=False):
             seconds[phase] += (after[0] - before[0]) / _STEPS
             parts[phase] += (after[0] - before[0] - (after[1] - before[1])) / _STEPS

@@ -7,9 +7,9 @@ whole model is the sum of the ranks' sketches. No rank gathers anything or waits
 master weights where DeepSpeed keeps them. Only AutoTP, which may cut tensors along any dimension, gathers them layer by
 layer.
 
-Cost: three or four passes over the rank's own share of the weights, in pieces of 0.5 MB; the heartbeat continues. A
-pass that takes longer than ``MAX_SECONDS`` ends with a note instead of a sketch. Weights on disk are read through
-DeepSpeed's own buffers, one sub-group at a time.
+Cost: up to four passes over the rank's own share of the weights, more if a checkpoint is checked, in pieces of 0.5 MB;
+the heartbeat continues. A pass that takes longer than ``MAX_SECONDS`` ends with a note instead of a sketch. Weights on
+disk are read through DeepSpeed's own buffers, one sub-group at a time.
 """
 
 from __future__ import annotations

@@ -230,7 +230,7 @@ def test_an_explanation_reads_as_it_should(capsys: pytest.CaptureFixture[str], s
         commands.main(["check", "--explain", rule])
     assert capsys.readouterr().out == snapshot
     commands.main(["check", "--explain", "all"])
-    assert "\nunknown-key (error): A key that its block does not have." in capsys.readouterr().out
+    assert "\nunknown-key (error): A key that DeepSpeed does not define for this block." in capsys.readouterr().out
 
 
 def test_the_hook_runs_this_command_on_files_with_names_of_configurations() -> None:

@@ -80,7 +80,7 @@ def test_charts_are_those_with_numbers_and_the_others_are_named(subtests: pytest
         (replace(samples.cpu_comparison(), pareto_host=("ZeRO-0",)),
          "pareto-host throughput ledger-cpu steps losses", []),
         (samples.flat_comparison(), "pareto-device throughput ledger-gpu ledger-cpu",
-         ["These results do not contain memory by category, series of steps or losses per step."]),
+         ["These results do not contain memory by category, individual step times or losses per step."]),
         (alone(samples.run(fakes.zero(0), 0.1)), "throughput ledger-gpu ledger-cpu steps losses", []),
         (alone(out_of_memory(schema.CRASHED)), "", ["No row succeeded, so there is nothing to draw."]),
         # Out of memory, but by how much nobody knows.

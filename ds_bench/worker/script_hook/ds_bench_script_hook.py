@@ -3,9 +3,9 @@
 It runs in the script's own interpreter, whatever packages that has. It therefore imports only the standard library
 until the script imports DeepSpeed, works from Python 3.9 and DeepSpeed 0.14 on, and uses only public names of
 DeepSpeed. Modules are patched when the script imports them. The modules of this package that it loads (:func:`load`)
-follow the same rules; they measure memory and CPU load, and classify errors. The request is ``trial.json`` in the
-trial's folder; the rank's file has the form of any other (``records.schema.RankMeasurement``). A test checks the names
-that are repeated here.
+follow the same rules; they measure memory and CPU load, classify errors and remove credentials. The request is
+``trial.json`` in the trial's folder; the rank's file has the form of any other (``records.schema.RankMeasurement``). A
+test checks the names that are repeated here.
 """
 
 from __future__ import annotations
