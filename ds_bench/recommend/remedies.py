@@ -155,8 +155,11 @@ def _remedy(row: ComparisonRow, run: Run, comparison: Comparison) -> Fact:
         how += f" after {format_duration(run.row.wall_seconds)}"
     planned = outcome.status == schema.SKIPPED and setup is not None
     action = suggestion(setup, run, comparison) if planned else action_of(run)
-    # An exception's class and phase are in ``how`` and ``where``.
-    cause = " ".join((outcome.error or outcome.status).split()).removeprefix(f"{outcome.status}{outcome.where}: ")
+    # An exception's class and phase are in ``how`` and ``where``; only its message is left to say.
+    failures = run.record.failures if run.record else ()
+    root = (each for each in failures if (each.rank, each.error_class) == (outcome.rank, outcome.status))
+    error = next((each.message for each in root), outcome.error)
+    cause = " ".join((error or outcome.status).split())
     if len(cause) > _MAX_CAUSE_LENGTH:
         cause = f"{cause[: _MAX_CAUSE_LENGTH - 1]}…"
     return Fact("failed", {"how": how, "where": outcome.where, "cause": cause, "action": action})

@@ -269,6 +269,9 @@ def _notes_of_rows(
         long = any("," in label for label in labels)  # as in rows of axes and files
         named = f"{len(labels)} rows" if long and len(labels) > 2 else format_list(labels, most=4)
         which = "All rows" if len(trained) > 1 and trained <= {*labels} else named
-        example = f" (e.g. {labels[0]})" if which == f"{len(labels)} rows" else ""
-        example = f" (figures from {labels[0]})" if len(texts) > 1 else example
+        example = ""
+        if len(texts) > 1:
+            example = f" (figures from {labels[0]})"
+        elif which == f"{len(labels)} rows":
+            example = f" (e.g. {labels[0]})"
         yield f"{which}{example}: {next(iter(texts))}."

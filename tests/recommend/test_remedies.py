@@ -337,3 +337,9 @@ def test_run_out_of_memory_outweighs_an_earlier_failure() -> None:
     found = failed_run(compared(killed, replace(short, trial=replace(killed.trial, repeat=1))).rows[0])
     assert found is not None
     assert found.outcome == short.outcome
+
+
+def test_an_exception_and_its_phase_are_named_once() -> None:
+    error = "RuntimeError in backward: shapes do not match"
+    record = replace(fakes.failure(status="RuntimeError", error=error), failures=(fakes.rank_failure(),))
+    assert "failed with RuntimeError in backward (shapes do not match); " in text_of(advice(record))
