@@ -186,14 +186,13 @@ class _SquareRoots(allocation_replay.Rank):
     takes_square_roots = True
 
     def make_moments(self, elements: int) -> None:
-        if not self.has_moments:
-            self.moments += [self.allocate(self.state_bytes * elements) for _ in range(2)]
+        for _ in range(0 if self.has_moments else 2):
+            self.allocate(self.state_bytes * elements)
 
     def update(self) -> None:
         sizes = [self.state_bytes * part for part in self.parts]
         for part in self.parts:
             self.make_moments(part)
-        self.has_moments = True
         self.pulse(*(sizes if self.takes_square_roots else ()))
         self.free(*self.shards)
         self.shards.clear()
@@ -211,7 +210,7 @@ class _Plain(_SquareRoots):
         if storage in self.storages:
             self.shards.append(self.storages.pop(storage))
 
-    def end_backward(self, number: int) -> None:
+    def end_backward(self) -> None:
         """Gradients stay until the step."""
 
 

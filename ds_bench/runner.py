@@ -48,13 +48,7 @@ from .recommend import remedies
 from .records import schema
 from .records.json_files import json_text, write_json
 from .records.rank_files import CONFIG_FILE
-from .records.resume import (
-    is_finished,
-    remaining_trials,
-    require_same_machine,
-    require_same_workload,
-    with_retries,
-)
+from .records.resume import is_finished, remaining_trials, require_same_machine, require_same_workload, with_retries
 from .records.run_folder import RUN_FILE, RunFolder
 from .records.schema import Outcome, TrialRecord
 from .report import exported_configuration
@@ -156,9 +150,10 @@ def run_comparison(
                 return ComparisonRun(plan, machine, store, arguments, recipe, hosts, notes).run()
         except KeyboardInterrupt:  # not during the trials, which end with a report
             # Without this file, --resume has nothing to continue.
+            then = ""
             if store is not None and (store.folder / RUN_FILE).exists():
-                terminal.print_text(f"continue with: {provenance.resume_command(options, store.folder)}", sys.stderr)
-            terminal.print_text("interrupted", sys.stderr)
+                then = f"; continue with: {provenance.resume_command(options, store.folder)}"
+            terminal.print_text(f"interrupted{then}", sys.stderr)
             return INTERRUPTED_CODE
 
 
@@ -251,7 +246,7 @@ def require_writable_csv(path: Path | None) -> None:
                 pass
     except OSError as error:
         problem = f"the rows cannot be written to {path}: {error.strerror or error}"
-        raise PreflightError(problem, remedy="give a file in a folder that exists and that you may write to") from None
+        raise PreflightError(problem, remedy="give a file in a folder that exists and that you can write to") from None
 
 
 def with_nvme_folder(plan: RunPlan) -> tuple[RunPlan, disk.NvmeFolder | None]:
@@ -260,7 +255,10 @@ def with_nvme_folder(plan: RunPlan) -> tuple[RunPlan, disk.NvmeFolder | None]:
     Raises PreflightError if the folder cannot be used.
     """
     options, path = plan.options, plan.options.nvme_path
-    if path is None or not any(row.uses_nvme for row in plan.configurations):
+    if path is None:
+        return plan, None
+    if not any(row.uses_nvme for row in plan.configurations):
+        terminal.print_text("note: --nvme-path has no effect: no row offloads to NVMe", sys.stderr)
         return plan, None
     folder = disk.check_nvme_folder(path)
     if options.family == "offload" and options.strategies and "nvme" not in options.strategies:
@@ -302,15 +300,13 @@ def print_dry_run(plan: RunPlan, note: str | None = None) -> int:
             terminal.print_text("# whether there is room for a checkpoint is checked when this is run\n")
         for trial in plan.trials:
             if trial.workload.script is None:
+                heading = "# the command that --launcher deepspeed runs (TRIAL_FOLDER is made by the run):"
                 command = launch_command(trial.placement, Path("TRIAL_FOLDER"))
-                heading, program = (
-                    "# how --launcher deepspeed starts the ranks, once the run has made TRIAL_FOLDER:",
-                    invocation.python(with_package=True),
-                )
+                program = invocation.python(with_package=True)
             else:
                 command = script_words(trial, Path("TRIAL_FOLDER", CONFIG_FILE), "TRIAL_FOLDER/output")
                 heading, program = "# every rank:", shlex.quote(command[0])
-            terminal.print_text(f"# {trial.trial_id}: {trial.configuration.label}")
+            terminal.print_text(f"# {trial.trial_id}: {trial.workload.model}, {trial.configuration.label}")
             own = {**trial.configuration.workload_changes, **trial.configuration.variables}
             if own:
                 terminal.print_text(f"# sets {', '.join(f'{name}={value}' for name, value in own.items())}")
@@ -451,13 +447,13 @@ class ComparisonRun:
                         record = TrialRecord(trial=trial, outcome=outcome, caveats=trial.caveats)
                     else:
                         record = launcher.launch(trial, store.trial_folder(trial.trial_id), listen)
-                    self._keep(results.with_changes(record, is_short=False), results)
+                    self._keep(results.with_savings(record, lacked_memory=False), results)
                     # After every trial, since a killed run gets no chance to write them at the end.
                     store.write_rows(rows_of(results.runs), options.csv)
                     progress.end(record)
                     if record.trial.prediction and remedies.lacks_room(record):
                         # A second record, as judging the changes that may help takes seconds.
-                        self._keep(results.with_changes(record, is_short=True), results)
+                        self._keep(results.with_savings(record, lacked_memory=True), results)
                     remaining = refuse_unresolved(record, remaining)
                     # A signal that came after the end of the trial is in no record.
                     if record.outcome.status == schema.INTERRUPTED or processes.interrupt_requested():
@@ -595,8 +591,8 @@ class ComparisonRun:
         is_short = options.format == "table" and not options.verbose and len(shown) == 1 and not has_passes(shown)
         in_answer = is_short and not removed
         if in_answer and not options.quiet:
-            files_text = self._files_text([path for _, path in exported])
-            shown = [replace(shown[0], files=files_text, page_command=f"{self._report_command()} --html report.html")]
+            page_command = f"{self._report_command()} --html report.html"
+            shown = [replace(shown[0], files=self._files_text(exported), page_command=page_command)]
         with terminal.ignoring_broken_pipe():  # last: standard output may be gone
             if options.format == "json":
                 recommendations = (
@@ -615,7 +611,7 @@ class ComparisonRun:
         code = exit_code(options, runs)
         if not options.quiet:
             if not in_answer:
-                terminal.print_text(f"  Files:  {self._files_text([path for _, path in exported])}", sys.stderr)
+                terminal.print_text(f"  Files:  {self._files_text(exported)}", sys.stderr)
                 terminal.print_text(f"  Report: {self._report_command()}", sys.stderr)
                 terminal.print_text(f"  Page:   {self._report_command()} --html report.html", sys.stderr)
             if line := profile_files_line(runs, store.folder):
@@ -660,11 +656,11 @@ class ComparisonRun:
             write_json(path, recommendation)
         return exported
 
-    def _files_text(self, folders: Sequence[Path]) -> str:
-        """Where the files of the results are. ``folders``: of the configurations to use, below the run's folder."""
+    def _files_text(self, exported: Sequence[tuple[ComparisonRow, Path]]) -> str:
+        """Where the files of the results are. ``exported``: from :meth:`_write_recommendations`."""
         options, store = self.plan.options, self.store
-        inside = dict.fromkeys(folder.relative_to(store.folder).parts[0] for folder in folders)
-        configurations = f" (how to train: {', '.join(inside)}/README.md)" if inside and not options.point else ""
+        inside = dict.fromkeys(folder.relative_to(store.folder).parts[0] for _, folder in exported)
+        configurations = f" (to train: its {', '.join(inside)}/README.md)" if inside and not options.point else ""
         also = "" if options.csv is None else f", {options.csv}"
         return f"{store.folder}{configurations}, {store.json_path} and .csv{also}"
 
@@ -712,20 +708,20 @@ class ResultBuilder:
         precision = self.plan.plans[0].trials[0].workload.precision
         return None if self._peak_flops(precision) else " + ".join(sorted(set(self._gpu_names))) or None
 
-    def with_changes(self, record: TrialRecord, *, is_short: bool) -> TrialRecord:
+    def with_savings(self, record: TrialRecord, *, lacked_memory: bool) -> TrialRecord:
         """Return a record with the memory that changes to its trial would save.
 
-        ``is_short``: whether the trial lacked memory; if so, the record also says which configurations would fit.
+        ``lacked_memory``: whether the trial lacked memory; if so, the record also says which configurations would fit.
         """
         trial, plan = record.trial, self._plan_of(record.trial)
-        if is_short:
+        if lacked_memory:
             self._short_rows.add(row_key(trial))
-        changed = trial_predictions.with_changes(
+        changed = trial_predictions.with_savings(
             trial,
             plan.facts.profile,
             plan.model.hidden_size,
             plan.facts.memory.gpu_bytes,
-            is_short=is_short,
+            lacked_memory=lacked_memory,
             replays="near" if len(self._short_rows) <= remedies.MAX_ROWS else "never",
         )
         return replace(record, trial=changed)

@@ -22,7 +22,7 @@ Made by `scripts/make_flags_page.py`; `--help` of each command says the same. Fl
 |---|---|
 | 0 | success; for a comparison, at least one row trained |
 | 1 | no row trained, or with `--strict` one failed; `check` found an error or warning; `plan` found nothing that \
-fits; `ops` could build no op |
+fits; `ops` could not build any op |
 | 2 | a wrong command or file, or a machine that is not ready |
 | 3 | `baseline check` failed |
 | 130 | interrupted |

@@ -323,7 +323,7 @@ def test_the_end_recommends_a_row_and_leaves_its_configuration(
     assert json.loads(beside.read_text(encoding="utf-8")) == stored
     scripted.output = scripted.output.with_name("none")
     assert scripted.run(script=FakeLauncher("OOM", "OOM", "OOM", "OOM")) == 1
-    assert "✗ No row trained: 4 × OOM." in capsys.readouterr().out
+    assert "✗ No row trained: 4 OOM." in capsys.readouterr().out
     assert not (scripted.folder / "recommended").exists()
     assert json.loads((scripted.folder / "recommendation.json").read_text(encoding="utf-8"))["choice"] is None
     scripted.output = scripted.output.with_name("json")

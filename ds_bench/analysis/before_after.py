@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ..config.caveats import Caveat
-from ..config.deepspeed_config import USED_UP
+from ..config.caveat_texts import Caveat
+from ..config.deepspeed_config import REMOVED_BY_ENGINE
 from ..config.identity import Difference, differences
 from ..records.schema import TrialRecord
 from ..system import environment
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 _CHANGES = ("num_steps", "warmup_steps", "launch", "torch", "deepspeed", "script.python")
 """Facts that may be the change itself: they do not rule out a ratio."""
 _IRRELEVANT = ("launcher", "nvme_path", "supported_precisions")
-"""Facts that do not change what runs, or whose effect ``launch`` or the configuration shows."""
+"""Facts that do not change what runs, or whose effect already shows in ``launch`` or the configuration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowChange:
-    """One row of one result or both."""
+    """A row that is in one result or in both."""
 
     label: str
     before: ComparisonRow | None
@@ -45,9 +45,9 @@ class RowChange:
     changes: tuple[str, ...] = ()
     """Differences that may explain a change in speed: versions, steps, the DeepSpeed configuration."""
     caveats: tuple[str, ...] = ()
-    """Caveats that disqualify nothing, with the side that they apply to."""
+    """Caveats that do not rule out a ratio, each with the side it applies to."""
     same_settings: bool = False
-    """Whether both results have the row, with the same workload, placement and configuration."""
+    """Whether both results have the row, and nothing that is compared differs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +151,7 @@ def _differences(before: ComparisonRow, after: ComparisonRow) -> list[Difference
 
 
 def _loss_caveat(before: ComparisonRow, after: ComparisonRow) -> Caveat | None:
-    """Return the caveat on the losses of two rows that differ at most in the number of steps; None if they agree."""
+    """Return the caveat on the losses of two comparable rows with the same torch and DeepSpeed; None if they agree."""
     runs = [before.representative, after.representative]
     wrappers = {rank.engine_optimizer_class for run in runs for rank in run.ranks}
     for index, run in enumerate(runs):
@@ -181,5 +181,5 @@ def _config_changes(a: Run, b: Run) -> Iterator[str]:
         known = {each.fact for each in written}
         # The rest are defaults that differ, for example between versions.
         for each in differences(a.ranks[0].resolved_config, b.ranks[0].resolved_config):
-            if each.fact not in known and not (each.fact in USED_UP and None in (each.a, each.b)):
+            if each.fact not in known and not (each.fact in REMOVED_BY_ENGINE and None in (each.a, each.b)):
                 yield f"{each.text} (as DeepSpeed resolved it)"

@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from ..config import strategies
-from ..config.caveats import Caveat, CaveatKind, has_kind, note
+from ..config.caveat_texts import Caveat, CaveatKind, has_kind, note
 from ..config.deepspeed_config import sequence_parallel_size, tensor_parallel_size
 from ..config.spec import Configuration, Trial
 from ..errors import UsageError
@@ -170,6 +170,15 @@ class ComparisonRow:
     def valid(self) -> bool:
         """Whether it trained, and as requested."""
         return self.succeeded and self.invalid_reason is None
+
+    def measured(self, column: str) -> list[Any]:
+        """The values of a column in the successful runs that measured it."""
+        return measured_values([run.row for run in self.successes], column)
+
+    def largest_in_phase(self, phase: str, name: str) -> int | None:
+        """The largest ``name``, a field of ``NodePhaseMemory``, of a phase in any successful run."""
+        memory = [run.phase_memory[phase] for run in self.successes if phase in run.phase_memory]
+        return max(measured_values(memory, name), default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -395,8 +404,7 @@ def ratio_between(row: ComparisonRow, other: ComparisonRow) -> RatioInterval | N
     """
     if row.ratios is not None and row.ratios is other.ratios:
         return _mark_if_too_wide(row.ratios.between(row.key, other.key), row)
-    rates, other_rates = (measured_values([run.row for run in each.successes], "rate") for each in (row, other))
-    return _mark_if_too_wide(ratio_interval(rates, other_rates), row)
+    return _mark_if_too_wide(ratio_interval(row.measured("rate"), other.measured("rate")), row)
 
 
 def _mark_if_too_wide(interval: RatioInterval | None, row: ComparisonRow) -> RatioInterval | None:

@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any
 
 FEWEST_RUNS = 3
-"""Number of runs of a row below which nothing is tested."""
+"""A row with fewer runs is not tested."""
 ERROR_RATE = 0.05
 """Accepted fraction of tables of equal rows that show a false difference; 1 minus the confidence."""
 _TABLE_LEVEL = 0.028
@@ -182,12 +182,13 @@ class RunMean:
 class RowRatios:
     """Ratios between the rows of one comparison, estimated from all its runs together.
 
-    Model: the logarithm of a run's mean is the level of its row, plus a linear trend over the order of the starts, plus
-    noise. If rounds differ by more than that (F test at 1 %), they are blocks. The noise variance is estimated from all
-    rows together; a row that varies far more than the others (F tests at 1 % in all) has its own estimate. An interval
-    spans the ratios of the geometric means as measured and without trend and blocks, plus the margin on both sides.
-    Noise that lasts from run to run is not independent, but the shuffled order of the runs
-    (``planning.trial_planner``) still keeps false differences rare (``bench/false_differences.py``).
+    Model: the logarithm of a run's mean is the level of its row, plus a linear trend over the order in which runs
+    started, plus noise. If rounds differ by more than trend and noise explain (F test at 1 %), they are treated as
+    blocks. The noise variance is estimated from all rows together; a row that varies far more than the others (F tests
+    at 1 % overall) has its own estimate. An interval spans two ratios of geometric means, the one as measured and the
+    one without trend and blocks, plus the margin on both sides. Noise that lasts from run to run is not independent,
+    but the shuffled order of the runs (``planning.trial_planner``) still keeps false differences rare
+    (``bench/false_differences.py``).
 
     Sources: blocks and their preliminary test: T. A. Bancroft, "Analysis and inference for incompletely specified
     models involving the use of preliminary test(s) of significance", Biometrics 20 (1964); several rows: S. Holm, "A
@@ -221,7 +222,7 @@ class RowRatios:
         Between a row and the baseline the level follows Holm's method, so that the interval excludes 1 exactly if that
         method finds a difference. Between two other rows it is Bonferroni's level for all pairs, so that the fastest
         row may be compared although nobody knew beforehand which one it would be. The level for one row against all
-        others would be too weak: the fastest row is chosen because it is ahead, so any pair may be the one compared.
+        others would be too lenient: the fastest row is chosen because it is ahead, so any pair may be the one compared.
         """
         if row == other or row not in self._index or other not in self._index:
             return None
@@ -276,8 +277,8 @@ class LogDifference:
 def holm_levels(probabilities: Sequence[float], family_level: float) -> list[float]:
     """Return the level at which Holm's method tests each hypothesis.
 
-    The k-th smallest of n probabilities is tested at ``family_level`` / (n − k + 1). The first that exceeds its level
-    ends the method; all larger ones share that level.
+    The k-th smallest of n probabilities is tested at ``family_level`` / (n − k + 1). The procedure stops at the first
+    that exceeds its level; all larger ones share that level.
     """
     order = sorted(range(len(probabilities)), key=probabilities.__getitem__)
     levels = [0.0] * len(order)
@@ -399,7 +400,7 @@ class RunFit:
 
 
 class _Covariates:
-    """Columns that may influence a run's value besides its row, and their least-squares estimate."""
+    """Columns that, besides its row, may influence a run's value, and the least-squares estimate of their slopes."""
 
     def __init__(self, row_means: Any, within_rows: Any, noisy: Any, counted: Any) -> None:
         """``within_rows``: deviations of the columns from ``row_means``: the levels of the rows drop out.
@@ -411,7 +412,7 @@ class _Covariates:
         self._row_means, self._within_rows = row_means, within_rows
         # Runs that do not count become zeros, which change no slope.
         left, scales, right = np.linalg.svd(within_rows * counted[:, None], full_matrices=False)
-        # A column that others explain has a singular value near rounding error; with columns of range 1, an absolute
+        # If other columns explain one, a singular value is near rounding error; with columns of range 1, an absolute
         # limit is enough.
         kept = scales > 1e-9
         self.rank = int(kept.sum())

@@ -1,6 +1,6 @@
 """Reads a result: turns the files that the user names into runs and the environment of the measurement.
 
-A run folder holds everything, a flat JSON only figures (:func:`flat_run`). An unusable file raises a one-line
+A run folder holds everything, a flat JSON only its rows (:func:`flat_run`). An unusable file raises a one-line
 UsageError. :mod:`merge_results` combines several results.
 """
 
@@ -40,7 +40,7 @@ from .row import MIG_SUFFIX, Row, Run, make_run
 _FLAT_NAME = re.compile(r"(?:(zero|offload)_)?comparison_(\w+)")
 _MAX_PEAK_TFLOPS = 1e9
 _VALUE_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""Errors from computing with a file's impossible values, which have the right type."""
+"""Errors from computing with a file's values that have the right type but are impossible."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class Result:
     family: str | None
     """``zero``, ``offload`` or ``recipe``."""
     arguments: tuple[str, ...]
-    """As typed, without the script."""
+    """As typed, without the program's name."""
     notes: tuple[str, ...]
     """Notes of the run, then notes from reading it."""
     recipe: Mapping[str, Any] = field(default_factory=dict)
@@ -73,15 +73,26 @@ class NoTrialsError(UsageError):
 def load(path: Path, *, whole: bool = True) -> Result:
     """Read a run folder, its run.json or records.jsonl, or a flat JSON.
 
-    ``whole``: read every record, as a comparison with another result needs; if false, read a record only when its flat
-    row does not suffice. Raises UsageError.
+    ``whole``: read every record, which a comparison with another result needs; if false, read a record only when its
+    flat row does not suffice. Raises UsageError.
     """
+    path = Path(path)
     try:
-        return _load(Path(path), whole)
+        if path.is_dir():
+            if not _holds_run(path):
+                # A run that was killed immediately leaves an empty folder; any other folder was named by mistake.
+                kind = NoTrialsError if path.resolve().parent.name == "runs" else UsageError
+                remedy = "give <output-dir>/runs/<run> or a result's .json"
+                raise kind(f"{path} holds neither {RUN_FILE} nor {RECORDS_FILE}", remedy=remedy)
+            return _load_run(path, path, whole)
+        if path.name in (RUN_FILE, RECORDS_FILE):
+            with json_files.opened(path):  # raises UsageError unless it exists and is a file
+                return _load_run(path.parent, path, whole)
+        return _load_flat_json(path, json_files.read_bytes(path), whole)
     except RecursionError:
-        raise UsageError(f"{path} is nested too deeply", remedy="give a result as ds_bench wrote it") from None
+        raise UsageError(f"{path} is nested too deeply", remedy="use the result as ds_bench wrote it") from None
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}", remedy="give a result that you may read") from None
+        raise UsageError(f"{path} cannot be read: {error.strerror}", remedy="give a result that you can read") from None
 
 
 def make_runs(
@@ -103,20 +114,6 @@ def make_runs(
             peak_flops = find_peak(names, flops.peak_precision(record))
         runs.append(make_run(record, facts, peak_flops, environment, run_id))
     return tuple(with_loss_caveats(runs))
-
-
-def _load(path: Path, whole: bool) -> Result:
-    if path.is_dir():
-        if not _holds_run(path):
-            # A run that was killed immediately leaves an empty folder; any other folder was named by mistake.
-            kind = NoTrialsError if path.resolve().parent.name == "runs" else UsageError
-            remedy = "give <output-dir>/runs/<run> or a result's .json"
-            raise kind(f"{path} holds neither {RUN_FILE} nor {RECORDS_FILE}", remedy=remedy)
-        return _load_run(path, path, whole)
-    if path.name in (RUN_FILE, RECORDS_FILE):
-        with json_files.opened(path):  # raises UsageError unless it exists and is a file
-            return _load_run(path.parent, path, whole)
-    return _load_flat_json(path, json_files.read_bytes(path), whole)
 
 
 def run_folder_of(path: Path) -> Path | None:
@@ -157,7 +154,7 @@ def _load_run(folder: Path, source: Path, whole: bool, rows: Sequence[Row] | Non
                 runs = make_runs(records, _peak_tflops(run_info), run_info.environment, run_id)
             except _VALUE_ERRORS as error:
                 problem = f"{source} holds impossible figures or settings: {type(error).__name__}: {error}"
-                raise UsageError(" ".join(problem.split()), remedy="give a result as ds_bench wrote it") from error
+                raise UsageError(" ".join(problem.split()), remedy="use the result as ds_bench wrote it") from error
         keys = set(map(work_key, planned))
         if missing := len(keys - {work_key(run.trial) for run in runs}):
             lacking = f"{missing} of the {len(planned)} planned trials {'has' if missing == 1 else 'have'} no record"
@@ -182,7 +179,7 @@ def _runs_of_rows(rows: Sequence[Row], file: Path, environment: Environment | No
     if len(set(keys)) < len(keys) or stored.keys() != set(keys):
         return ()
     hosts = () if environment is None else environment.hosts_of_ranks
-    # A row names only one card.
+    # A row has the memory of the smallest card only.
     whole = whole or len({(gpu.name, gpu.memory_total_bytes) for host in hosts for gpu in host.gpus}) > 1
     runs = []
     for row, key in zip(rows, keys, strict=True):
@@ -223,7 +220,7 @@ def _peak_tflops(run_info: RunInfo) -> float | None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--peak-tflops", type=float)
     value = recipe_value(run_info.recipe, "launch", "peak_tflops")
-    # A recipe holds the rate itself; for a script, it is among the typed flags.
+    # A recipe holds the rate itself; without a recipe, it is among the typed flags.
     if not run_info.recipe:
         with contextlib.suppress(argparse.ArgumentError):
             value = parser.parse_known_args(run_info.arguments)[0].peak_tflops
@@ -276,10 +273,10 @@ def read_rows(path: Path, data: bytes) -> list[Row]:
     except ValidationError as error:
         found = json_files.invalid_value(error)
         if not found.place:
-            raise UsageError(f"{path} {found.reason}", remedy=remedy) from None
+            raise UsageError(f"{path} is not a result, which is a list of rows", remedy=remedy) from None
         index, *cell = found.place
         place = ": ".join(filter(None, [f"row {int(index) + 1}", format_place(cell)]))
-        raise UsageError(f"{path}: {place} {found.reason}", remedy="give a result as ds_bench wrote it") from None
+        raise UsageError(f"{path}: {place} {found.reason}", remedy="use the result as ds_bench wrote it") from None
     if not rows:
         raise UsageError(f"{path} has no rows", remedy="no trial had finished; run it again")
     return rows
@@ -300,18 +297,6 @@ _preset = cache(find_preset)
 def flat_run(row: Row) -> Run:
     """Make a run from a row without its record. Raises ValueError if the values contradict each other."""
     _check(row)
-    return Run(row=row, stored=StoredRecord(trial=_trial(row)), environment=_environment(row))
-
-
-def _check(row: Row) -> None:
-    """Raise ValueError if status, success and figures contradict each other."""
-    if (row.status.removeprefix("✅ ") == SUCCESS) != row.success:
-        raise ValueError(f"success is {str(row.success).lower()} and status is {row.status}")
-    if row.success and not (row.avg_step_time_ms and (row.throughput_tokens_per_sec or row.script)):
-        raise ValueError("a successful row must have a step time and a throughput")
-
-
-def _trial(row: Row) -> Trial:
     configuration = _configuration(row.strategy, row.stage, row.engine)
     facts, ranks, nodes = _preset(row.model), row.num_gpus, row.num_nodes or 1
     if not 1 <= nodes <= ranks <= _MAX_RANKS:
@@ -323,7 +308,7 @@ def _trial(row: Row) -> Trial:
     point = json.loads(row.point or "{}")
     if not isinstance(point, dict):
         raise ValueError("point is not a JSON object")
-    return Trial(
+    trial = Trial(
         trial_id=row.trial_id or f"{row.strategy}_r{row.repeat}",
         repeat=row.repeat,
         configuration=configuration,
@@ -352,6 +337,15 @@ def _trial(row: Row) -> Trial:
         round_position=row.round_position,
         point=point,
     )
+    return Run(row=row, stored=StoredRecord(trial=trial), environment=_environment(row))
+
+
+def _check(row: Row) -> None:
+    """Raise ValueError if status, success and figures contradict each other."""
+    if (row.status.removeprefix("✅ ") == SUCCESS) != row.success:
+        raise ValueError(f"success is {str(row.success).lower()} and status is {row.status}")
+    if row.success and not (row.avg_step_time_ms and (row.throughput_tokens_per_sec or row.script)):
+        raise ValueError("a successful row must have a step time and a throughput")
 
 
 def _script(row: Row) -> Script | None:
@@ -380,13 +374,15 @@ def _configuration(name: str, stage: int, engine: Any) -> Configuration:
 
 
 def _emulated_bytes(row: Row) -> int | None:
-    """Return the memory of an emulated GPU, computed from ``gpu_percent``; None if the GPU is real."""
-    used = row.gpu_peak_reserved_gb or row.gpu_peak_gb
-    if not (row.gpu_total_gb and row.gpu_percent and used):
+    """Return the memory of an emulated GPU, computed from ``gpu_percent``; None if the GPU is real or unknown."""
+    used, outside = row.gpu_peak_reserved_gb or row.gpu_peak_gb, row.gpu_outside_allocator_gb
+    if not (row.gpu_total_gb and row.gpu_percent and used) or outside is None:
         return None
-    size = used / (row.gpu_percent / 100)
-    # For a real GPU, this equals its total, except for rounding.
-    return round(size * BYTES_PER_GB) if size < row.gpu_total_gb * (1 - 1e-6) else None
+    fraction = row.gpu_percent / 100
+    # For a real GPU, the fraction also counts memory outside the allocator (``trial_caveats.gpu_fraction``).
+    if (used + outside) / fraction >= row.gpu_total_gb * (1 - 1e-6):
+        return None
+    return round(used / fraction * BYTES_PER_GB)
 
 
 def _environment(row: Row) -> Environment | None:

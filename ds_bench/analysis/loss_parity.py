@@ -13,7 +13,7 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from ..config.axes import changed_arithmetic
-from ..config.caveats import LOSS_KINDS, Caveat, CaveatKind, has_kind, note
+from ..config.caveat_texts import LOSS_KINDS, Caveat, CaveatKind, has_kind, note
 from ..config.spec import SAME_TRAINING_FIELDS, Configuration, Workload
 from ..records.schema import TrialRecord
 from ..units import format_ratio

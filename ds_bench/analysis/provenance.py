@@ -122,7 +122,7 @@ def facts(runs: Sequence[Run]) -> tuple[str, ...]:
     if placement.accelerator == "cuda":
         measured = [each.row.device for each in runs if each.row.device]
         known = [gpu.name for each in runs if each.environment for gpu in each.environment.gpus if gpu.name]
-        devices = f"{placement.ranks_text} × {next(iter([*measured, *known]), 'GPU').replace('NVIDIA ', '')}"
+        devices = f"{number} × {next(iter([*measured, *known]), 'GPU').replace('NVIDIA ', '')}"
     if workload.script is not None:
         return f"{workload.model}{_trained_share(runs)}", devices, units.format_items(workload.num_steps, "step")
     trials = [run.trial for run in runs]

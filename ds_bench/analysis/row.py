@@ -17,7 +17,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ..config.caveats import Caveat, as_caveat
+from ..config.caveat_texts import Caveat, as_caveat
 from ..config.deepspeed_config import hash_config
 from ..config.spec import Trial
 from ..models.presets import ModelFacts
@@ -63,10 +63,10 @@ class NodePhaseMemory:
 
 def node_phase_memory(ranks: Sequence[RankMeasurement]) -> dict[str, NodePhaseMemory]:
     """Return the memory of each phase (``schema.MEMORY_PHASES``) that the ranks measured."""
-    phases = [phase for phase in MEMORY_PHASES if any(phase in rank.phase_memory for rank in ranks)]
     return {
         phase: _fullest_node((rank.hostname, rank.phase_memory.get(phase, PhaseMemory())) for rank in ranks)
-        for phase in phases
+        for phase in MEMORY_PHASES
+        if any(phase in rank.phase_memory for rank in ranks)
     }
 
 
@@ -404,12 +404,12 @@ def _later(_measured: Measured) -> None:
     """Source of a value that is set when rows are compared (``Run.with_row``)."""
 
 
-def _worst(name: str) -> Callable[[Measured], Any]:
+def _worst(name: str) -> Source:
     """Return the source of a field's largest value over the ranks that measured it."""
     return lambda m: max(measured_values(m.ranks, name), default=None)
 
 
-def _sum(name: str, *, per_step: bool = False) -> Callable[[Measured], Any]:
+def _sum(name: str, *, per_step: bool = False) -> Source:
     """Return the source of a field's sum over all ranks; None if a rank did not measure it."""
 
     def value(m: Measured) -> float | None:
@@ -419,12 +419,12 @@ def _sum(name: str, *, per_step: bool = False) -> Callable[[Measured], Any]:
     return value
 
 
-def _phase(name: str) -> Callable[[Measured], Any]:
+def _phase(name: str) -> Source:
     """Return the source of the longest time of one phase of a step, over the ranks."""
     return lambda m: max((rank.phase_seconds[name] for rank in m.ranks if name in rank.phase_seconds), default=None)
 
 
-def _ledger(tier: str, category: str) -> Callable[[Measured], Any]:
+def _ledger(tier: str, category: str) -> Source:
     """Return the source of a ledger cell's largest value over ranks; None without a ledger or for an unused tier."""
 
     def value(m: Measured) -> int | None:

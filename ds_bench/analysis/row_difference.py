@@ -1,7 +1,7 @@
 """Explains why one row needs more or less memory and time than another: by category, by phase, by configuration key.
 
 The differences by memory category add up to the difference of the totals. If a row measured nothing, predictions stand
-in for both rows, and are marked. The savings of other configurations were predicted when the trial had ended
+in for both rows, and are marked. The savings of other configurations were predicted after the trial ended
 (``prediction.what_if.savings``).
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..config import deepspeed_keys
@@ -19,7 +19,7 @@ from ..config.identity import differences, facts
 from ..config.spec import Configuration
 from ..prediction.predicted_memory import UNCOUNTED, Saving
 from ..prediction.trial_predictions import stored_prediction
-from ..records.schema import MEMORY_PHASES, Tier, measured_values
+from ..records.schema import MEMORY_PHASES, Tier
 from ..system import environment
 from ..units import BYTES_PER_GB
 from .comparability import incomparable_facts
@@ -99,7 +99,7 @@ ACTS_ON: Mapping[str, tuple[str, ...]] = {
     "sequence_parallel_size": ("activations", "forward", "backward"),
     "engine": ("parameters", "gradients", "optimizer_states", "deepspeed_buffers"),
 }
-"""DeepSpeed key, or field of workload or placement → the memory categories and step phases that it affects. From the
+"""DeepSpeed key, or field of workload or placement → the memory categories and phases that it affects. From the
 formulas of ``prediction`` and from DeepSpeed 0.19.8."""
 
 _RESOLVED_BLOCKS = {
@@ -222,7 +222,7 @@ class KeyDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowDifference:
-    """Why row ``b`` needs more or less than row ``a``."""
+    """Why row ``b`` needs more or less memory and time than row ``a``."""
 
     a: ComparisonRow
     b: ComparisonRow
@@ -293,12 +293,9 @@ def explain(a: ComparisonRow, b: ComparisonRow) -> RowDifference:
     time = _time_difference(a, b) if trained else None
     peaks = [each for each in memory if each.moment == "peak"]
     larger = a if peaks and peaks[0].difference_bytes < 0 else b
-
-    def phase_peak(row: ComparisonRow, phase: str) -> int | None:
-        phases = [run.phase_memory[phase] for run in row.successes if phase in run.phase_memory]
-        return max(measured_values(phases, "host_peak_bytes"), default=None)
-
-    phase_peaks = {phase: Pair(phase_peak(a, phase), phase_peak(b, phase)) for phase in MEMORY_PHASES}
+    phase_peaks = {
+        phase: Pair(*(row.largest_in_phase(phase, "host_peak_bytes") for row in (a, b))) for phase in MEMORY_PHASES
+    }
     first, second = (row.representative.environment for row in (a, b))
     machines: list[str] = []
     if first is not None and second is not None:
@@ -353,33 +350,34 @@ def _memory_differences(a: ComparisonRow, b: ComparisonRow) -> Iterator[TierDiff
     moments += [(tier, "peak") for tier in ("cpu", "nvme") if tier != device]
     predictions = [each for row in (a, b) if (each := stored_prediction(row.representative.trial)) is not None]
     for tier, moment in moments:
-        predicted = None
+        measured = _measured_categories(a, b, tier, moment)
+        predicted: tuple[CategoryDifference, ...] = ()
         if moment == "peak" and len(predictions) == 2:
-            scope: Scope = "fullest rank" if tier == "gpu" else "fullest node"
-            categories = _categories(*(each.in_tier(tier) for each in predictions))
-            predicted = TierDifference(tier=tier, moment="peak", scope=scope, categories=categories, predicted=True)
-        difference = _measured_difference(a, b, tier, moment)
-        if difference is None:
-            difference = predicted
-        elif predicted is not None and tier != "nvme":
-            # The allocator's peak leaves out memory outside the allocator.
-            uncounted = tuple(
-                each
-                for each in predicted.categories
-                if each.category in UNCOUNTED and (tier, each.category) != ("gpu", "overhead")
-            )
-            difference = replace(difference, uncounted=uncounted)
-        if difference is not None and (difference.a_bytes or difference.b_bytes):
+            predicted = _categories(*(each.in_tier(tier) for each in predictions))
+        # The measured peak is the allocator's, and overhead lies outside the allocator.
+        outside = ("overhead",) if tier == "gpu" else ()
+        uncounted = (each for each in predicted if each.category in UNCOUNTED and each.category not in outside)
+        difference = TierDifference(
+            tier=tier,
+            moment=moment,
+            scope="fullest rank" if tier == "gpu" else "fullest node",
+            categories=predicted if measured is None else measured,
+            predicted=measured is None,
+            uncounted=() if measured is None or tier == "nvme" else tuple(uncounted),
+        )
+        if difference.a_bytes or difference.b_bytes:
             yield difference
 
 
-def _measured_difference(a: ComparisonRow, b: ComparisonRow, tier: Tier, moment: Moment) -> TierDifference | None:
-    """Return the measured difference; None unless both rows have a total, or both a ledger."""
+def _measured_categories(
+    a: ComparisonRow, b: ComparisonRow, tier: Tier, moment: Moment
+) -> tuple[CategoryDifference, ...] | None:
+    """Return the measured categories; None unless both rows have a total, or both a ledger."""
 
     def total(row: ComparisonRow) -> int | None:
         """Return the sum of the categories and ``rest``; None if only the ledger covers this tier."""
         if tier == "gpu":
-            allocated = measured_values([run.row for run in row.successes], "gpu_allocated_gb")
+            allocated = row.measured("gpu_allocated_gb")
             return (
                 row.gpu_peak_bytes if moment == "peak" else round(max(allocated) * BYTES_PER_GB) if allocated else None
             )
@@ -399,8 +397,7 @@ def _measured_difference(a: ComparisonRow, b: ComparisonRow, tier: Tier, moment:
             # For both rows or neither: a rest in only one would look like a difference.
             for side, whole in zip(sides, totals, strict=True):
                 side[REST] = (whole or 0) - sum(side.values())
-    scope: Scope = "fullest rank" if tier == "gpu" else "fullest node"
-    return TierDifference(tier=tier, moment=moment, scope=scope, categories=_categories(*sides))
+    return _categories(*sides)
 
 
 def _categories(a: Mapping[str, int], b: Mapping[str, int]) -> tuple[CategoryDifference, ...]:
@@ -413,7 +410,7 @@ def _categories(a: Mapping[str, int], b: Mapping[str, int]) -> tuple[CategoryDif
 
 
 def _savings(row: ComparisonRow) -> list[Saving]:
-    """Return the largest savings in the row's training memory, as predicted when its trial had ended."""
+    """Return the largest savings in the row's training memory, as predicted after its trial ended."""
     prediction = stored_prediction(row.representative.trial)
     if prediction is None:
         return []
@@ -436,8 +433,7 @@ def _time_difference(a: ComparisonRow, b: ComparisonRow) -> TimeDifference:
     reasons += [f"{row.label}: {row.invalid_reason}" for row in (a, b) if row.invalid_reason is not None]
 
     def largest(name: str, scale: float = 1) -> Pair:
-        figures = [measured_values([run.row for run in row.successes], name) for row in (a, b)]
-        return Pair(*(max(values) * scale if values else None for values in figures))
+        return Pair(*(max(values) * scale if values else None for values in (a.measured(name), b.measured(name))))
 
     def tokens_per_step(run: Run) -> int:
         row = run.row

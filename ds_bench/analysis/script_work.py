@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ..config.caveats import Caveat, CaveatKind
+from ..config.caveat_texts import Caveat, CaveatKind
 from ..config.identity import work_key
 from ..records.schema import RankMeasurement
 

@@ -1,4 +1,4 @@
-"""Costs of a step besides computation: communication, transfers, CPU Adam, the disk (docs/metrics.md).
+"""Costs of a step besides the model's computation: communication, transfers, CPU Adam, the disk (docs/metrics.md).
 
 They come from synchronized steps after the measured window.
 """
@@ -11,7 +11,7 @@ from typing import Any
 from ..records.schema import OffloadTimes, RankMeasurement, TrialRecord, ranks_of_nodes
 
 PARTS = ("forward", "backward", "step", "communication", "transfer", "data_wait")
-"""Parts of a step, without overlap."""
+"""Parts of a step, which do not overlap."""
 
 
 def step_costs(record: TrialRecord) -> dict[str, Any]:

@@ -8,8 +8,8 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 
-from ..config.caveats import Caveat, CaveatKind, as_caveat
-from ..config.deepspeed_config import AUTO, USED_UP
+from ..config.caveat_texts import Caveat, CaveatKind, as_caveat
+from ..config.deepspeed_config import AUTO, REMOVED_BY_ENGINE
 from ..config.deepspeed_keys import use_version
 from ..config.identity import differences
 from ..config.rules import WRONG_TRAINING, Case, row_caveats
@@ -17,6 +17,7 @@ from ..config.spec import Trial
 from ..config.training_script import OWN_KEYS
 from ..config.validation import unread_key
 from ..prediction.trial_predictions import is_gpu_miss, is_miss, outside_allocator_bytes
+from ..prediction.what_if import DEFAULT_BUCKET, SMALL_BUCKET
 from ..records.schema import RankMeasurement, TrialRecord, measured_values
 from ..system.redaction import redacted_config
 from ..units import format_ratio
@@ -31,16 +32,12 @@ NEAR_CAPACITY = 0.95
 """Fraction of the GPU's memory above which a row is near running out."""
 _BUCKET_FRACTION = 0.5
 """Fraction of the counted memory above which DeepSpeed's buffers dominate."""
-_SMALL_BUCKET = 50_000_000
-"""Elements; the remedy suggests this size, so a bucket no larger than this needs no advice."""
-_DEFAULT_BUCKET = 500_000_000
-"""Elements; DeepSpeed's default of ``reduce_bucket_size``."""
 _EXCESS_OF_FIRST_LOSS = 0.5
 """Relative excess over ln(V) above which a first loss is reported; above twice this, the row is disqualified.
 
 Random logits of standard deviation s add s²/2 to ln(V): matrices of N(0, 0.02²) under a final norm give
 s² = 0.0004 × hidden size, which adds 1.6 at the 8,192 of a 70B model (ln V is 9 to 12) and 3.3 at 16,384. Embeddings of
-N(0, 1) tied to the head start at a loss of 44 or 85.
+N(0, 1) tied to the head start at a loss of 44 or more.
 """
 _MIN_EXCESS_OF_FIRST_LOSS = 2.0
 """The same in absolute terms: with a small vocabulary, half of ln(V) is within random variation."""
@@ -53,7 +50,7 @@ thirds of a core.
 _MIN_OTHER_CORES_FRACTION = 0.05
 """The same as a fraction of the cores, for large machines, which run more in the background."""
 _MAX_THROTTLED_FRACTION = 0.05
-"""Fraction of a CPU quota's periods (0.1 s by default) in which it may throttle the trial."""
+"""Fraction of a CPU quota's periods (0.1 s by default) that may be throttled before the row says so."""
 _MAX_DATA_WAIT = 0.05
 """Fraction of a step that may be spent waiting for the data loader before the row says so."""
 _MIN_STEPS_FOR_OUTLIERS = 8
@@ -75,8 +72,8 @@ _OPTIMIZER_FAMILIES = ("muon", "adagrad", "adam", "lion", "lamb", "sgd")
 def gpu_fraction(record: TrialRecord) -> float | None:
     """Return peak memory as a fraction of the GPU's, real or emulated, on the fullest rank; None without a GPU.
 
-    It counts what torch's allocator reserved, which is closest to what runs out (docs/reading.md), and what was in use
-    outside it: CUDA's context, NCCL, other processes. An emulated limit applies only to the allocator.
+    It counts what torch's allocator reserved, since a GPU runs out of reserved memory, and what was in use outside it:
+    CUDA's context, NCCL, other processes. An emulated limit applies only to the allocator.
     """
     limit = record.trial.placement.gpu_memory_limit_bytes
     fractions = []
@@ -145,7 +142,7 @@ def trial_caveats(
 
 
 def _script_caveats(record: TrialRecord, usual: Sequence[float], evaluated: Sequence[float]) -> Iterator[Caveat]:
-    """Yield the caveats of one trial of a script: an engine that is not its row's, ways in which its DeepSpeed departs
+    """Yield the caveats of one trial of a script: an engine other than its row's, ways in which its DeepSpeed departs
     from the configuration, evaluations and saves.
 
     ``usual``, ``evaluated``: from :func:`_usual_steps`.
@@ -161,7 +158,7 @@ def _script_caveats(record: TrialRecord, usual: Sequence[float], evaluated: Sequ
         each
         for each in differences(resolved, redacted_config(record.trial.ds_config))
         if resolved and each.b not in (None, AUTO) and each.fact not in _KEYS_SET_BY_LIBRARIES and each.field not in own
-        if each.a is not None or each.fact not in USED_UP
+        if each.a is not None or each.fact not in REMOVED_BY_ENGINE
     ][:_MAX_NAMED_KEYS]
     if ran != named:
         texts = [f"stage {stage}, optimizer on {_place(a)}, parameters on {_place(b)}" for stage, a, b in (ran, named)]
@@ -183,7 +180,7 @@ def _script_caveats(record: TrialRecord, usual: Sequence[float], evaluated: Sequ
     yield from map(as_caveat, found)
     if evaluated and usual:
         values = {"count": len(evaluated), "steps": len(evaluated) + len(usual)}
-        means = {"apart": statistics.fmean(evaluated), "usual": statistics.fmean(usual)}
+        means = {"evaluated": statistics.fmean(evaluated), "usual": statistics.fmean(usual)}
         yield Caveat(CaveatKind.EVALUATED, {**values, **means})
 
 
@@ -245,7 +242,7 @@ def unstable_between_runs(means: Sequence[float]) -> Caveat | None:
 
 
 def _nvme_caveats(record: TrialRecord) -> Iterator[Caveat]:
-    """Report NVMe offload that did not happen, did not reach a disk, or was bound by one."""
+    """Report NVMe offload that did not happen, did not reach a disk, or was disk-bound."""
     config, ranks = record.trial.ds_config, record.ranks
     # DeepSpeed: the larger of 1 MiB and aio.block_size (swap_tensor/optimizer_utils.py, MIN_AIO_BYTES).
     block_bytes = max(2**20, int(config.get("aio", {}).get("block_size", 2**20)))
@@ -333,11 +330,12 @@ def _gpu_caveats(record: TrialRecord) -> Iterator[Caveat]:
 
 def _bucket_caveats(record: TrialRecord) -> Iterator[Caveat]:
     """Report buckets that take most of the memory: DeepSpeed's default size is meant for large models."""
-    size = record.trial.ds_config.get("zero_optimization", {}).get("reduce_bucket_size", _DEFAULT_BUCKET)
+    size = record.trial.ds_config.get("zero_optimization", {}).get("reduce_bucket_size", DEFAULT_BUCKET)
     tier = "cpu" if record.trial.placement.accelerator == "cpu" else "gpu"
     fullest = max((rank.ledger.get(tier, {}) for rank in record.ranks), key=lambda cells: sum(cells.values()))
     counted_bytes, buffer_bytes = sum(fullest.values()), fullest.get("deepspeed_buffers", 0)
-    if not isinstance(size, int | float) or size <= _SMALL_BUCKET or buffer_bytes <= _BUCKET_FRACTION * counted_bytes:
+    # The remedy suggests the small size, so a bucket no larger than that needs no advice.
+    if not isinstance(size, int | float) or size <= SMALL_BUCKET or buffer_bytes <= _BUCKET_FRACTION * counted_bytes:
         return
     resident = tier == "gpu" or counted_bytes <= max(measured_values(record.ranks, "host_peak_bytes"), default=0)
     yield Caveat(CaveatKind.BUCKET_DOMINATES if resident else CaveatKind.BUCKET_NOT_RESIDENT, {"elements": size})

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..analysis.intervals import geometric_mean
 from ..analysis.provenance import unnamed_values
-from ..config.caveats import CPU_KINDS, CaveatKind
+from ..config.caveat_texts import CPU_KINDS, CaveatKind
 from ..config.spec import point_text
 from ..records.schema import SUCCESS, measured_values
 from ..system.environment import Environment

@@ -168,7 +168,7 @@ def _write_errors_reported(path: Path) -> Iterator[None]:
         yield
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        remedy = "give a file in a folder that you may write to"
+        remedy = "give a file in a folder that you can write to"
         raise UsageError(f"{path} cannot be written: {reason}", remedy=remedy) from None
 
 

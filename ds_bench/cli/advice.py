@@ -18,6 +18,7 @@ from ..models.presets import ModelFacts, preset_remedy
 from ..recommend import strategy_guide
 from ..system import invocation, terminal
 from ..units import format_items, format_with_suffix
+from .commands import PREDICTED_STRATEGIES
 
 
 def show_advice(model: str, num_gpus: int, precision: Precision, grad_accum: int, configs: Sequence[Path] = ()) -> int:
@@ -27,11 +28,9 @@ def show_advice(model: str, num_gpus: int, precision: Precision, grad_accum: int
     """
     facts = _model_facts(model)
     size, gpus = format_with_suffix(facts.parameters), format_items(num_gpus, "GPU")
-    title = f"{facts.name}, {size} parameters, {precision}, {gpus}; by formula"
+    title = f"{facts.name}, {size} parameters, {precision}, {gpus} (computed, not measured)"
     terminal.print_text(terminal.escape_controls(title) + "\n")
-    # Without the strategy "none", which is the same as zero3.
-    offloads = map(strategies.offload_strategy, strategies.OFFLOAD_NAMES[1:])
-    catalogue = (*strategies.ZERO_STAGES.values(), *offloads, *strategies.REFERENCES.values())
+    catalogue = map(strategies.named_strategy, (*PREDICTED_STRATEGIES, *strategies.REFERENCES))
     configurations = [*map(strategies.make_configuration, catalogue)]
     if configs:
         training = TrainingFacts(

@@ -128,7 +128,10 @@ _OPTIONS_WITHOUT_FLAG: dict[Family, tuple[str, ...]] = {
 }
 """Options without a flag in a script or in the command ``run``."""
 _OWN_ARGUMENTS: dict[tuple[Family, str], dict[str, Any]] = {
-    ("zero", "strategies"): {"choices": STRATEGY_NAMES, "help": "strategies, after the stages; none: no offload"},
+    ("zero", "strategies"): {
+        "choices": STRATEGY_NAMES,
+        "help": "strategies, listed after the stages; none: no offload",
+    },
     ("offload", "strategies"): {
         "choices": STRATEGY_NAMES,
         "help": "strategies, in the order given; none: no offload (default: none cpu_optimizer cpu_full)",
@@ -198,8 +201,7 @@ class Parser(argparse.ArgumentParser):
     """A parser that raises UsageError, which is printed on one line like every other error.
 
     The line suggests a flag or value with a similar name. Flags cannot be abbreviated, but may be written with
-    underscores or as one of their ``ALIASES``. Commas may separate values chosen from a list. If ``typed`` has a
-    default, it receives the arguments as typed.
+    underscores or as one of their ``ALIASES``. Commas may separate values chosen from a list.
     """
 
     def __init__(self, **arguments: Any) -> None:
@@ -215,9 +217,6 @@ class Parser(argparse.ArgumentParser):
         """Refuse unknown arguments here; argparse would leave them to the parent of a subcommand's parser."""
         values, unknown = super().parse_known_args(self.with_own_flags(args), namespace)
         commands = next((action for action in self._actions if isinstance(action, argparse._SubParsersAction)), None)
-        # Only the parser of run has this default; run.json keeps its arguments.
-        if self.get_default("typed") is not None:
-            values.typed = list(args)
         if unknown:
             shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
             flags = [flag for action in shown for flag in action.option_strings]
@@ -298,7 +297,7 @@ def number(kind: type, limits: Mapping[str, Any] = COUNT, auto: bool = False) ->
     least, above = limits.get("ge", -math.inf), limits.get("gt", -math.inf)
     upper = f" and below {limits['lt']}" if "lt" in limits else ""
     range_text = f"above {above}" if "gt" in limits else f"of at least {least}{upper}"
-    what = f"a whole number of {least} or more" if kind is int else f"a number {range_text}"
+    what = f"a whole number of at least {least}" if kind is int else f"a number {range_text}"
 
     def convert(text: str) -> Any:
         if auto and text == AUTO:

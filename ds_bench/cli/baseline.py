@@ -89,10 +89,7 @@ def check_command(
     benchmark_results = _read_results(results)
     # Without this, a mistyped file name would look like rows without baselines.
     if store.read(file) is None:
-        raise UsageError(
-            f"--baselines {file}: no such file",
-            remedy=f"create it with {_save_command(file)}",
-        )
+        raise UsageError(f"--baselines {file}: no such file", remedy=f"create it with {_save_command(file)}")
     verdicts = [gate.compare_to_baseline(result, path=file) for result in benchmark_results]
     for entry in gate.missing_baselines(benchmark_results, file):
         text = "missing: the saved run had this row, but the result does not"
@@ -197,7 +194,6 @@ def _print_verdicts(verdicts: Sequence[BaselineComparison]) -> None:
 
 def as_data(verdicts: Sequence[BaselineComparison], fail_on: Collection[str] = FAIL_ON_DEFAULT) -> dict[str, Any]:
     """Return the verdicts for JSON. ``failed``: names of the rows that fail for a reason in ``fail_on``."""
-    failed = [verdict.name for verdict in verdicts if _reasons(verdict) & set(fail_on)]
     entries = [
         {
             "name": verdict.name,
@@ -213,5 +209,8 @@ def as_data(verdicts: Sequence[BaselineComparison], fail_on: Collection[str] = F
         }
         for verdict in verdicts
     ]
-    not_comparable = [verdict.name for verdict in verdicts if not verdict.comparable]
-    return {"failed": failed, "not_comparable": not_comparable, "entries": entries}
+    return {
+        "failed": [each["name"] for each in entries if each["failed"]],
+        "not_comparable": [each["name"] for each in entries if not each["comparable"]],
+        "entries": entries,
+    }

@@ -1,6 +1,6 @@
 """The command ``check``: reports what is wrong, ineffective or unset in DeepSpeed configurations, line by line.
 
-It reads a DeepSpeed JSON as DeepSpeed does, and an Accelerate YAML or a Trainer's arguments as ``--configs`` does. It
+It reads a DeepSpeed JSON as DeepSpeed does, and an Accelerate YAML or Trainer arguments as ``--configs`` does. It
 needs no GPU, but looks for one to learn its compute capability; it loads neither torch nor DeepSpeed.
 """
 
@@ -30,7 +30,7 @@ from ..system.gpu_state import read_gpus
 from ..units import format_items
 from .script import report_error
 
-_REMEDY = "give a DeepSpeed JSON, an Accelerate YAML, or a Trainer's arguments"
+_REMEDY = "give a DeepSpeed JSON, an Accelerate YAML, or Trainer arguments"
 _GITHUB_LEVELS = {"error": "error", "warning": "warning", "hint": "notice"}
 STANDARD_INPUT = Path("-")
 _UNREAD = ("syntax", "missing-file")
@@ -260,7 +260,7 @@ def _check_file(path: Path, check: Check) -> list[FileReport]:
     known = deepspeed_keys.top_level_keys() | deepspeed_keys.removed_keys()
     # Fuzzy matching is slow, and other JSON may have thousands of keys.
     if not known & data.keys() and not any(deepspeed_keys.nearest_key(key, known, 0.85) for key in list(data)[:50]):
-        problem = f"not a DeepSpeed configuration: it has {', '.join(list(data)[:4]) or 'no keys'}"
+        problem = f"not a DeepSpeed configuration (its keys: {', '.join(list(data)[:4]) or 'none'})"
         return [FileReport(path=path, problem=problem, is_configuration=False)]
     found = check(data)
     if lax_line:
@@ -313,9 +313,8 @@ def _check_accelerate_or_trainer_file(path: Path, text: str, position_of: Positi
             return position_of(f"deepspeed.{key}".rstrip("."))
         return position_of(f"deepspeed_config.{_ACCELERATE_KEYS.get(key, key.rpartition('.')[2])}".rstrip("."))
 
-    found = [
-        finding for finding in check(file.config) if finding.rule != "automatic-value"
-    ]  # Trainer and Accelerate fill it in
+    # The Trainer and Accelerate fill in "auto".
+    found = [finding for finding in check(file.config) if finding.rule != "automatic-value"]
     return [FileReport(path=path, findings=_located(found, position_in_block))]
 
 

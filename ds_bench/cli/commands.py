@@ -70,15 +70,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[Command, dict[str, Any]]:
     """Return the command and its flags by name, lists as tuples. Raises UsageError; exits with 0 on --help."""
-    words, script = list(sys.argv[1:] if arguments is None else arguments), None
-    if words[:1] == ["run"] and "--" in words:  # a script and its arguments, which may look like flags
-        words, script = words[: (end := words.index("--"))], words[end + 1 :]
+    typed = list(sys.argv[1:] if arguments is None else arguments)
+    words, script = typed, None
+    if typed[:1] == ["run"] and "--" in typed:  # a script and its arguments, which may look like flags
+        words, script = typed[: (end := typed.index("--"))], typed[end + 1 :]
     values = vars(build_parser().parse_args(words))
     command: Command = values.pop("run")
+    if values.pop("command") == "run":  # run.json keeps its arguments
+        values["typed"] = typed[typed.index("run") + 1 :]
     if script is not None:
-        values |= {"script": script, "typed": [*values["typed"], "--", *script]}
-    for name in ("command", "action"):
-        values.pop(name, None)
+        values["script"] = script
+    values.pop("action", None)
     return command, {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
@@ -120,8 +122,6 @@ def _add_commands(parser: argparse.ArgumentParser, kind: str, commands: Mapping[
         added.set_defaults(run=command)
         if name == "run":
             add_flags_over_recipe(added)
-            # With this default the parser keeps the typed words, which run.json stores.
-            added.set_defaults(typed=())
 
 
 ALL_STRATEGIES = ("all",)
@@ -147,8 +147,8 @@ _JSON: Flags = {"--json": {**_ON, "dest": "as_json", "help": "print JSON"}}
 _JUNIT: Flags = {"--junit": {**_FILE, "help": "also write JUnit XML with a test for each row"}}
 _RULES: dict[str, Any] = {"type": split_names, "action": "extend", "default": [], "metavar": "RULE,..."}
 _CONFIGS: Flags = {
-    "--configs": flag_of("configs", default=[], help="your own configurations: DeepSpeed JSON, Accelerate YAML, a "
-                                                     "Trainer's arguments"),
+    "--configs": flag_of("configs", default=[], help="your own configurations: DeepSpeed JSON, Accelerate YAML, "
+                                                     "Trainer arguments"),
 }
 _NUM_GPUS: Flags = {"--num-gpus": {**_INTEGER, "default": 1, "help": "GPUs in the whole job (default: 1)"}}
 _PRECISION: Flags = {"--precision": {"choices": PRECISIONS, "default": "bf16", "help": "number format (default: bf16)"}}
@@ -195,7 +195,7 @@ COMMANDS: Mapping[str, Command] = {
             "--keep-batch": {**_ON, "help": "use the batch keys of each file in --configs"},
             "--min-gpus": {**_ON, "help": "also show how many GPUs each strategy needs"},
             "--max-batch": {**_ON, "help": "also show the largest micro-batch of each strategy"},
-            "--quick": {**_ON, "help": "judge rows near the GPU's limit by a rule, without replaying allocations"},
+            "--quick": {**_ON, "help": "judge rows near the GPU's limit by a simple rule; replay no allocations"},
             "--exact": {**_ON, "help": "replay the allocations of every row where this is possible (takes seconds)"},
             "--export": {**_FOLDER, "help": "write to this folder the configuration of each row that fits or is tight"},
             "--online": {**_ON, "help": "also look up names without an organization on the Hub, such as distilgpt2"},
@@ -230,7 +230,7 @@ COMMANDS: Mapping[str, Command] = {
             "--output": {**_FILE, "help": "write the rows of --format json, csv or parquet to this file"},
             "--plots": {**_FOLDER, "help": "write the charts as PNG and SVG"},
             "--relative-to": {"metavar": "STRATEGY",
-                              "help": "row that the Relative column of --verbose, --markdown and --html refers to "
+                              "help": "row that the Relative column (--verbose, --markdown, --html) compares with "
                                       "(default: the run's own)"},
             "--goal": {"choices": GOALS, "help": "goal of the recommendation (default: the run's own)"},
             "--export": {"metavar": "STRATEGY", "help": "write that row's configuration to ds_config_STRATEGY/"},
@@ -299,7 +299,7 @@ COMMANDS: Mapping[str, Command] = {
         function="run:run_command",
         flags={
             "recipe": {"nargs": "?", "type": path, "metavar": "RECIPE",
-                       "help": "YAML file (docs/recipes.md); optional, flags are enough"},
+                       "help": "YAML file (docs/recipes.md); optional: flags alone are enough"},
             "--config": {"type": path, "metavar": "RECIPE", "help": "the same as RECIPE"},
             "--set": {"action": "append", "default": [], "metavar": "KEY.PATH=VALUE", "dest": "settings",
                       "help": "set a key of the recipe, e.g. training.seq_len=2048, or of DeepSpeed, e.g. "

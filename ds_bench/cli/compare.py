@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from itertools import islice, permutations, product
+from itertools import permutations, product
 from pathlib import Path
 
 from ..analysis import load_results, provenance
@@ -44,6 +44,8 @@ def show_changes(
 
 def show_explanation(a: str, b: str, results: Sequence[Path], as_json: bool) -> int:
     """Print why row ``b`` differs from row ``a``. Return 0; raises UsageError."""
+    if Path(a).exists():
+        raise UsageError(f"{a} is a file or folder, not a row", remedy="give the two rows first, then the result")
     pairs = _find_pairs(a, b, build_reports(results))
     if as_json:
         found = [{"title": title, **difference.to_dict()} for title, difference in pairs]
@@ -84,7 +86,7 @@ def _find_pairs(a: str, b: str, reports: Sequence[ComparisonReport]) -> list[tup
             for report, other in permutations(reports, 2)
             for pair in product(rows(report, a)[:1], rows(other, b)[:1])
         )
-        for pair in islice(across, 1):
+        if (pair := next(across, None)) is not None:
             found = [("; ".join(dict.fromkeys(provenance.title(row.runs) for row in pair)), *pair)]
     if not found:
         label = next(row.label for report in reports for row in rows(report, a))

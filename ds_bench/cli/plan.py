@@ -256,15 +256,13 @@ def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, ResolvedModel, l
         by_config=True,
     )
     images, length = _image_tokens(options, model)
-    # DDP in 16-bit precision runs under torch.autocast, which keeps different activations: count that variant too.
-    autocast = "ddp" in options.strategies and options.precision != "fp32"
     notes = []
     choice = read_choice(options.lora, options.freeze)
     profile = trial_predictions.profile_model(
         model,
         length,
         "cuda",
-        variants=_variants(options, autocast),
+        variants=_variants(options),
         losses_by_formula=True,
         trust_remote_code=options.trust_remote_code,
         choice=choice,
@@ -328,9 +326,11 @@ def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, ResolvedModel, l
     return planned, model, notes
 
 
-def _variants(options: PlanOptions, autocast: bool) -> list[Variant]:
+def _variants(options: PlanOptions) -> list[Variant]:
     """Return the variants of the model's activations that the rows need, and the tiled loss, which may be proposed."""
     values = {each[0].axis_name: [one.value for one in each] for each in options.axes}
+    # DDP in 16-bit precision runs under torch.autocast, which keeps different activations: count that variant too.
+    autocast = "torch_autocast" in values or ("ddp" in options.strategies and options.precision != "fp32")
     own = Variant()
     losses, attentions = values.get("loss", ["model"]), values.get("attention", [own.attention])
     chosen = [
@@ -343,7 +343,7 @@ def _variants(options: PlanOptions, autocast: bool) -> list[Variant]:
         for attention in attentions
         for loss in losses
         for tiled_mlp in values.get("tiled_mlp", [False])
-        for cast in (False, True)[: 1 + (autocast or "torch_autocast" in values)]
+        for cast in ((False, True) if autocast else (False,))
     ]
     return list(dict.fromkeys(each for each in (Variant(loss="tiled"), *chosen) if each != own))
 

@@ -129,7 +129,7 @@ def write_output(flag: str, path: Path, content: str | bytes) -> None:
             path.write_bytes(content)
     except OSError as error:
         problem = f"{flag} {path}: {error.strerror or error}"
-        raise UsageError(problem, remedy="give a file that you may write to") from None
+        raise UsageError(problem, remedy="give a file that you can write to") from None
 
 
 def flat_rows_of(reports: Sequence[ComparisonReport]) -> list[dict[str, Any]]:
@@ -268,7 +268,7 @@ def _write_charts(reports: Sequence[ComparisonReport], folder: Path) -> None:
             )
     except OSError as error:
         problem = f"--plots {folder}: {error.strerror or error}"
-        raise UsageError(problem, remedy="give a folder that you may write to") from None
+        raise UsageError(problem, remedy="give a folder that you can write to") from None
     for path in paths:
         terminal.print_text(f"Plot: {path}", sys.stderr)
 

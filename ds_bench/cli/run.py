@@ -16,13 +16,13 @@ from ..config.deepspeed_config import paths_of
 from ..config.deepspeed_keys import top_level_keys
 from ..config.options import OPTIONS, Options
 from ..config.recipe import PATHS, Recipe, Values, check_recipe, config_maker, options_of
-from ..config.recipe_file import Data, RecipeText
+from ..config.recipe_file import RecipeText
 from ..config.sweep import MAX_TRIALS, Point, Sweep, find_sweep
 from ..config.training_script import reject_workload_keys
 from ..errors import UsageError
 from ..records.run_folder import RunFolder
 from ..system import invocation, terminal
-from ..system.redaction import REDACTED, redacted_arguments, redacted_config
+from ..system.redaction import REDACTED, redacted_arguments
 from .arguments import split_names
 from .commands import SIZES
 
@@ -94,7 +94,8 @@ def run_command(
 
     # A closed standard error (2>&1 | head) must not end a run that may take hours.
     with terminal.ignoring_broken_stderr():
-        return run_comparison(points, config_maker(first), redacted_arguments(stored_arguments), _stored(text), begun)
+        arguments = redacted_arguments(stored_arguments)
+        return run_comparison(points, config_maker(first), arguments, text.to_stored(), begun)
 
 
 def _points(
@@ -155,24 +156,12 @@ def _from_current_folder(name: str, value: Any) -> Any:
 # ------------------------------------------------------------------ what a run keeps of its recipe
 
 
-def _stored(text: RecipeText) -> Data:
-    """Return the part of the recipe that run.json keeps for ``--resume`` and reports; credentials are redacted."""
-    values = {section: keys for section, keys in text.data.items() if section != "output"}
-    output = text.data.get("output")
-    if isinstance(output, dict):
-        # the run already has its folder
-        values["output"] = {key: value for key, value in output.items() if key != "dir"}
-    return {"name": text.name, "folder": str(text.folder.absolute()), "values": redacted_config(values)}
-
-
 def _recipe_text(recipe: Path | None, typed: Sequence[str], flags: dict[str, Any]) -> tuple[RecipeText, Sequence[str]]:
     """Return the recipe and the arguments to store with the run: on ``--resume``, those that it began with.
 
     A resumed shard stays that shard unless ``flags`` name one; otherwise the trials of all other shards would run too.
     """
-    given = RecipeText(name="", folder=Path(), data={})
-    if recipe is not None:
-        given = recipe_file.read_recipe(recipe)
+    given = RecipeText(name="", folder=Path(), data={}) if recipe is None else recipe_file.read_recipe(recipe)
     if (folder := flags.get("resume")) is None:
         return given, typed
     earlier = RunFolder.open(folder).load_run()

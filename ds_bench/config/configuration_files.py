@@ -1,4 +1,4 @@
-"""Reads the configurations of ``--configs``: DeepSpeed JSON, Accelerate YAML, and a Trainer's arguments.
+"""Reads the configurations of ``--configs``: DeepSpeed JSON, Accelerate YAML, and Trainer arguments.
 
 ``"auto"`` is kept (``automatic_values`` resolves it). Files may come from anywhere: they are read as data only, up to a
 maximum size and depth. JSON is read with hjson, as DeepSpeed reads it: comments, trailing commas and text without
@@ -205,10 +205,10 @@ def read_configuration_file(path: Path, text: str | None = None) -> Configuratio
     kind = kind_of(data)
     if "deepspeed" in data and data["deepspeed"] is None:
         remedy = "give the DeepSpeed configuration itself, or the arguments of a run with it"
-        raise NotAConfigurationError(path, "a Trainer's arguments without DeepSpeed: deepspeed is null", remedy=remedy)
+        raise NotAConfigurationError(path, "Trainer arguments without DeepSpeed: deepspeed is null", remedy=remedy)
     if kind is None:
-        reason = f"not a DeepSpeed configuration: it has {', '.join(map(str, list(data)[:4])) or 'no key'}"
-        remedy = "give a DeepSpeed JSON, an Accelerate YAML, or a Trainer's arguments with a deepspeed key"
+        reason = f"not a DeepSpeed configuration (its keys: {', '.join(map(str, list(data)[:4])) or 'none'})"
+        remedy = "give a DeepSpeed JSON, an Accelerate YAML, or Trainer arguments with a deepspeed key"
         raise NotAConfigurationError(path, reason, remedy=remedy)
     file = ConfigurationFile(path=path, kind=kind, name=_machine_name(path.stem), text=text, config=data, lax_line=line)
     if kind == "deepspeed":
@@ -225,7 +225,7 @@ def kind_of(data: Mapping[str, Any]) -> FileKind | None:
     """Return which program's format the file has; None if it is not a configuration."""
     if isinstance(data.get("deepspeed_config"), Mapping) or data.get("distributed_type") == "DEEPSPEED":
         return "accelerate"
-    # Before DeepSpeed's own form, since a Trainer's arguments have keys such as fp16 and bf16 too.
+    # Before DeepSpeed's own form, since Trainer arguments have keys such as fp16 and bf16 too.
     if isinstance(data.get("deepspeed"), (str, Mapping)):
         return "trainer"
     return "deepspeed" if _DEEPSPEED_MARKS & data.keys() else None

@@ -40,7 +40,7 @@ MakeConfig = Callable[[Strategy, int, int], Config]
 
 AUTO = "auto"
 """A value that the Transformers Trainer or Accelerate fills in (``automatic_values``)."""
-USED_UP = ("optimizer.params.torch_adam", "optimizer.params.adam_w_mode")
+REMOVED_BY_ENGINE = ("optimizer.params.torch_adam", "optimizer.params.adam_w_mode")
 """Keys that DeepSpeed before 0.19 removes from its configuration when it makes the optimizer (``runtime/engine.py``,
 ``_configure_basic_optimizer``)."""
 OPTIMIZERS = ("AdamW", "Adam", "Adagrad", "Lion", "SGD")
@@ -48,7 +48,7 @@ OPTIMIZERS = ("AdamW", "Adam", "Adagrad", "Lion", "SGD")
 ADAMW_PARAMETERS: Config = {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
 """AdamW parameters of every configuration in the catalogue."""
 PRECISION_BLOCKS = ("bf16", "fp16", "torch_autocast")
-"""Top-level keys; the one that is present decides the number format."""
+"""Top-level keys that may decide the number format; see :func:`trained_precision`."""
 MEASURING_KEYS: Config = {
     "steps_per_print": 2**31 - 1,
     "wall_clock_breakdown": False,
@@ -69,9 +69,9 @@ _ZERO_ON_NVME = ("stage3_prefetch_bucket_size", "stage3_max_reuse_distance")
 """Sizes that are 0 if parameters live on NVMe.
 
 With the default reuse distance, a model of fewer than 1e9 elements keeps every parameter gathered and its swap buffer
-occupied, so the second step fails with "Not enough buffers" (partitioned_param_coordinator.py). Prefetching requests a
-parameter twice if its next two uses are close together: "param 24 already assigned swap buffer id 1" (same file,
-__prefetch_nvme_param_partitions).
+occupied, so the second step fails with "Not enough buffers" (swap_tensor/partitioned_param_swapper.py). Prefetching
+requests a parameter twice if its next two uses are close together: "param 24 already assigned swap buffer id 1" (same
+file; partitioned_param_coordinator.py, __prefetch_nvme_param_partitions).
 """
 _LARGEST_FILE_BYTES = 2**22
 _MAX_LEVELS = 20
@@ -142,7 +142,7 @@ def complete_config(
 ) -> Config:
     """Complete a configuration for a run; keys that the user set are kept. Raises UsageError if it is unusable.
 
-    ``torch_adam``: whether torch's AdamW replaces DeepSpeed's FusedAdam, which does not build here.
+    ``torch_adam``: whether torch's AdamW replaces DeepSpeed's FusedAdam, because that does not build here.
     ``largest_parameter``: elements in the model's largest tensor, which decides the size of NVMe buffers.
     """
     config: Config = copy.deepcopy(dict(base))
@@ -209,7 +209,7 @@ def _complete_nvme(config: Config, placement: Placement, largest_parameter: int 
     for key in on_nvme:
         zero[key].setdefault("nvme_path", placement.nvme_path)
     if "offload_optimizer" in on_nvme:
-        # Parameter, two Adam moments and one gradient: offload_config.py wants states + 1.
+        # Parameter, gradient and two Adam moments: offload_config.py wants a buffer for each of these states.
         zero["offload_optimizer"].setdefault("buffer_count", 4)
     if "offload_param" in on_nvme:
         param = zero["offload_param"]
@@ -257,7 +257,7 @@ def changes_of(
 def layout_config(
     config: Mapping[str, Any], configuration: Configuration, workload: Workload, placement: Placement
 ) -> Config:
-    """Make the configuration that follows from stage, offload devices and batch, with the Adam class of ``config``."""
+    """Make the configuration that follows from stage, offload devices and batch, with the Adam of ``config``."""
     torch_adam = bool(block_of(block_of(config, "optimizer"), "params").get("torch_adam"))
     base = base_config(configuration, workload.batch_size, workload.grad_accum)
     return complete_config(base, workload, placement, torch_adam=torch_adam, largest_parameter=None)
@@ -365,7 +365,7 @@ def merge(first: Mapping[str, Any], second: Mapping[str, Any]) -> Config:
 def nested(path: str, value: Any) -> Config:
     """Return ``a.b`` and a value as ``{"a": {"b": value}}``. Raises UsageError for too many levels."""
     if path.count(".") >= _MAX_LEVELS:
-        raise UsageError(f"{path[:60]}… has more than {_MAX_LEVELS} levels", remedy="give a key of DeepSpeed")
+        raise UsageError(f"{path[:60]}… has more than {_MAX_LEVELS} levels", remedy="give a DeepSpeed key")
     for name in reversed(path.split(".")):
         value = {name: value}
     return dict(value)
@@ -390,7 +390,8 @@ def parse_set(text: str) -> Config:
 def apply_changes(config: Mapping[str, Any], *layers: Mapping[str, Any]) -> Config:
     """Return ``config`` with layers of changes merged in, in order.
 
-    If they change the batch but not its total, the total is dropped, and ``complete_config`` computes it again.
+    If they set micro-batch or accumulation but not ``train_batch_size``, that is dropped, and ``complete_config``
+    computes it again.
     """
     total, *parts = BATCH_KEYS
     changed = {key for layer in layers for key in layer}
@@ -430,5 +431,5 @@ def read_changes(path: Path | None) -> Config:
         raise UsageError(f"--ds-config {path} is not a JSON object", remedy="write {…}")
     if (place := next(paths_of_auto(data), None)) is not None:
         problem = f'--ds-config {path}: {place} is "auto"'
-        raise UsageError(problem, remedy="only the Trainer fills that in; give a value")
+        raise UsageError(problem, remedy="only the Trainer or Accelerate fills that in; give a value")
     return data

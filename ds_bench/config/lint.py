@@ -133,38 +133,36 @@ _REMOVED_REMEDIES = {
 
 
 def _unknown_top_level_keys(config: Config) -> Iterator[Finding]:
-    unknown = []
+    unknown, known = [], deepspeed_keys.top_level_keys()
     for key, value in config.items():
-        if key in deepspeed_keys.top_level_keys() or key in deepspeed_keys.removed_keys():
+        if key in known or key in deepspeed_keys.removed_keys():
             continue
         if key.startswith(("_", "//", "#")) or key.lower() in ("comment", "comments", "description"):
             reason = "DeepSpeed has no such key and ignores it"
             instead = "remove it, or write it after //, which DeepSpeed accepts but the Trainer and Accelerate reject"
             yield Finding("comment-key", "hint", key, reason, instead, _CONFIG)
-        elif since := deepspeed_keys.keys_added_later().get(key):
+            continue
+        if since := deepspeed_keys.keys_added_later().get(key):
             reason = f"DeepSpeed {deepspeed_keys.version()} ignores it; {since} reads it"
             yield Finding("later-key", "warning", key, reason, f"use DeepSpeed {since} or later", _CONFIG)
-        elif remedy := _remedy_for_unknown_key(key, value):
-            yield Finding("ignored-key", "warning", key, "DeepSpeed ignores it at the top level", remedy, _CONFIG)
+            continue
+        inner = [name for name in value if name in known] if isinstance(value, Mapping) else []
+        if key in _MEANT:
+            remedy = _MEANT[key]
+        elif places := _blocks_with(key):
+            remedy = f"it belongs inside {' or '.join(places[:3])}"
+        elif near := deepspeed_keys.nearest_key(key.replace("-", "_"), known, 0.85):
+            remedy = f"did you mean {near}?"
+        elif inner:
+            remedy = f"its {format_names(inner)} belong{'s' if len(inner) == 1 else ''} at the top level"
         else:
             unknown.append(key)
+            continue
+        yield Finding("ignored-key", "warning", key, "DeepSpeed ignores it at the top level", remedy, _CONFIG)
     if unknown:
         count, them = format_items(len(unknown), "top-level key"), "it" if len(unknown) == 1 else "them"
         reason = f"DeepSpeed ignores {count} that it does not know: {format_names(unknown)}"
         yield Finding("ignored-key", "warning", unknown[0], reason, f"remove {them}", _CONFIG)
-
-
-def _remedy_for_unknown_key(key: str, value: object) -> str | None:
-    """Return the remedy for an unknown top-level key; None if no known name is close."""
-    if key in _MEANT:
-        return _MEANT[key]
-    if places := _blocks_with(key):
-        return f"it belongs inside {' or '.join(places[:3])}"
-    near = deepspeed_keys.nearest_key(key.replace("-", "_"), deepspeed_keys.top_level_keys(), 0.85)
-    if near is not None:
-        return f"did you mean {near}?"
-    inner = [name for name in value if name in deepspeed_keys.top_level_keys()] if isinstance(value, Mapping) else []
-    return f"its {format_names(inner)} belong{'s' if len(inner) == 1 else ''} at the top level" if inner else None
 
 
 def _blocks_with(key: str) -> list[str]:
@@ -208,7 +206,7 @@ def _unknown_nested_key(path: str, key: str, values: Config, block: Mapping[str,
     if since := deepspeed_keys.keys_added_later().get(f"{path}.{key}"):
         remedy = f"use DeepSpeed {since} or later, or remove it"
     elif near is not None:
-        remedy = f"remove it; {near} is set as well" if near in values else f"did you mean {near}?"
+        remedy = f"did you mean {near}, which is set already?" if near in values else f"did you mean {near}?"
     elif key == path:
         remedy = f"put its keys into {path} itself"
     elif key in deepspeed_keys.top_level_keys():
@@ -236,7 +234,7 @@ def _old_name(
         remedy = f"set pin_memory in {use}" if "pin_memory" in place else f"use {use}"
         return Finding("old-name", "warning", place, "DeepSpeed no longer reads it", remedy, source)
     if "cpu_offload" in place and values[place.rpartition(".")[2]] is False:
-        return Finding("old-name", "warning", place, f"an old name, where false means no {use}", "remove it", source)
+        return Finding("old-name", "warning", place, f"an old name; false means no {use}", "remove it", source)
     names = {use, *(name for name, entry in known.items() if entry.get("same_as") == use)}
     use = next((name for name in names if name.startswith("stage3_")), use)  # the usual name
     if names & values.keys():
@@ -345,30 +343,24 @@ def _optimizer_findings(case: Case) -> Iterator[Finding]:
     if not tested and not case.is_on("zero_allow_untested_optimizer"):
         remedy = "add zero_allow_untested_optimizer: true, or use AdamW"
         yield _stops("untested-optimizer", path, f"{name} is not tested with ZeRO", remedy)
-    class_name, read_before = _optimizer_class(case, name)
-    if class_name is not None:
-        given = [key for key in case.block("optimizer.params") if key not in (*read_before, "max_grad_norm")]
-        yield from _argument_findings("optimizer", class_name, given, known["classes"][class_name], _ENGINE)
-
-
-def _optimizer_class(case: Case, name: str) -> tuple[str | None, tuple[str, ...]]:
-    """Return the optimizer class that DeepSpeed instantiates (None if that class accepts any parameters), and the
-    parameters that DeepSpeed itself reads.
-    """
-    offloaded = case.offload("optimizer") is not None
+    class_name: str | None  # of the optimizer that DeepSpeed instantiates; None if it accepts any parameters
+    offloaded, read_by_deepspeed = case.offload("optimizer") is not None, tuple[str, ...]()
     if case.optimizer in ("adam", "adamw"):
         on_cpu = "ZenFlowCPUAdam" if case.has_block(f"{ZERO}zenflow") else "DeepSpeedCPUAdam"
         own_adam = on_cpu if offloaded else "FusedAdam"
-        used = "torch.optim.AdamW" if case.is_on("optimizer.params.torch_adam") else own_adam
-        return used, ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
-    own = {
-        "adagrad": "DeepSpeedCPUAdagrad" if offloaded else "torch.optim.Adagrad",
-        "lion": "DeepSpeedCPULion" if offloaded else "FusedLion",
-        "lamb": "FusedLamb",
-    }
-    if case.optimizer in deepspeed_keys.tables()["optimizers"]["names"]:
-        return own.get(case.optimizer), ()
-    return f"torch.optim.{name}", ()
+        class_name = "torch.optim.AdamW" if case.is_on("optimizer.params.torch_adam") else own_adam
+        read_by_deepspeed = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
+    elif case.optimizer in known["names"]:
+        class_name = {
+            "adagrad": "DeepSpeedCPUAdagrad" if offloaded else "torch.optim.Adagrad",
+            "lion": "DeepSpeedCPULion" if offloaded else "FusedLion",
+            "lamb": "FusedLamb",
+        }.get(case.optimizer)
+    else:
+        class_name = f"torch.optim.{name}"
+    if class_name is not None:
+        given = [key for key in case.block("optimizer.params") if key not in (*read_by_deepspeed, "max_grad_norm")]
+        yield from _argument_findings("optimizer", class_name, given, known["classes"][class_name], _ENGINE)
 
 
 def _argument_findings(
@@ -439,14 +431,8 @@ def _keys_without_reader(case: Case) -> Iterator[Finding]:
         dead[f"{ZERO}allgather_bucket_size"] = "runtime/utils.py"
     for path, source in dead.items():
         if path.removeprefix(ZERO) in (zero if path.startswith(ZERO) else case.config):
-            yield Finding(
-                "dead-key",
-                "hint",
-                path,
-                f"nothing in DeepSpeed {deepspeed_keys.version()} acts on it",
-                "remove it",
-                source,
-            )
+            reason = f"nothing in DeepSpeed {deepspeed_keys.version()} acts on it"
+            yield Finding("dead-key", "hint", path, reason, "remove it", source)
     reported = {*_REPORTED_ELSEWHERE, *(path.removeprefix(ZERO) for path in dead)}
     known = deepspeed_keys.keys_of("zero_optimization").keys() - reported
     unread = [
@@ -543,7 +529,8 @@ def _automatic_values(config: Config) -> Iterator[Finding]:
     ]
     effects = " and ".join(otherwise)
     if as_text:
-        effects = f"{fails} {format_names(as_text, most=4)}{f'; with values there, it {effects}' if effects else ''}"
+        then = f"; once these have values, it {effects}" if effects else ""
+        effects = f"{fails} {format_names(as_text, most=4)}{then}"
     several = f'{len(automatic)} values are "auto"' if len(automatic) > 1 else 'a value is "auto"'
     reason = f"{several}, which only the Trainer and Accelerate fill in; on its own, DeepSpeed {effects}"
     remedy = "give values if a training script passes the file directly to DeepSpeed"

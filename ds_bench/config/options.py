@@ -178,11 +178,11 @@ class Options:
         default_text="0 1 2 3, unless --strategies or --configs is given", key="configurations.stages",
         choices=(0, 1, 2, 3), many=True, arguments={"default": None})
     strategies: tuple[str, ...] = option(str, (),
-        "strategies, after the stages; none: no offload; all: every stage and offload strategy in one table",
+        "strategies, listed after the stages; none: no offload; all: every stage and offload strategy in one table",
         key="configurations.strategies", choices=(ALL, *STRATEGY_NAMES), many=True, arguments={"default": None})
     stage: int = option(int, 3, "ZeRO stage of the offload strategies", key="configurations.stage", choices=(1, 2, 3))
     configs: tuple[Path, ...] = option(Path, (),
-        "your own configurations, one row per file: DeepSpeed JSON, Accelerate YAML, a Trainer's arguments",
+        "your own configurations, one row per file: DeepSpeed JSON, Accelerate YAML, Trainer arguments",
         key="configurations.configs", many=True, metavar="FILE_OR_DIR", arguments={"default": None})
     keep_batch: bool = option(bool, False,
         "use the batch keys of each file in --configs, not --batch-size and --grad-accum",
@@ -202,7 +202,7 @@ class Options:
         "with --batch-size auto: also run all rows at the largest micro-batch at which all of them train",
         key="configurations.common_batch")
     relative_to: str | None = option(str, None,
-        "row that the Relative column of --verbose, --markdown and --html refers to",
+        "row that the Relative column (--verbose, --markdown, --html) compares with",
         default_text="the first usable row", key="configurations.relative_to", metavar="STRATEGY")
 
     # dataset
@@ -214,7 +214,7 @@ class Options:
         default_text="the model's vocabulary", key="dataset.vocab_size", limits=COUNT)
 
     # dataloader
-    data_workers: int | None = option(int, None, "worker processes of the data loader; 0: the rank itself loads",
+    data_workers: int | None = option(int, None, "worker processes of the data loader; 0: each rank loads its own data",
         default_text="0 with --data, else no data loader", key="dataloader.workers",
         limits={"ge": 0, "le": MAX_DATA_WORKERS})
     data_pin_memory: bool = option(bool, False, "copy micro-batches to page-locked memory in the data loader",
@@ -281,8 +281,8 @@ class Options:
         key="launch.master_port", metavar="PORT", limits={"ge": 1, "le": MAX_PORT})
     nvme_path: Path | None = option(Path, None, "folder on the NVMe disk", key="launch.nvme_path", metavar="DIR")
     cpu_memory_limit: float | None = option(float, None,
-        "limit on each rank's data, enforced by the kernel, in GB (2^30)", key="launch.cpu_memory_limit", metavar="GB",
-        limits={"ge": _MIN_RANK_DATA_GB, "le": MAX_NUMBER})
+        "limit on each rank's own memory (RLIMIT_DATA), set in the kernel, in GB (2^30)",
+        key="launch.cpu_memory_limit", metavar="GB", limits={"ge": _MIN_RANK_DATA_GB, "le": MAX_NUMBER})
     gpu_memory_limit: float | None = option(float, None, "emulate a GPU with this much memory, in GB (2^30)",
         key="launch.gpu_memory_limit", metavar="GB", limits=_AMOUNT)
     peak_tflops: float | None = option(float, None, "dense peak of one GPU in TFLOP/s, for MFU",
@@ -341,7 +341,7 @@ class Options:
         "(docs/recipes.md)", metavar="I/N")
     """The part of the plan that this run executes; None for all of it."""
     dry_run: bool = option(bool, False,
-        "print each trial's configuration and command (ds-compare run: only with --verbose); run nothing")
+        "print the plan with each trial's configuration and command (the command run: with --verbose); run nothing")
     print_recipe: bool = option(bool, False, "print the recipe of this comparison; run nothing")
     format: str = option(str, "table", "format of the summary", choices=("table", "markdown", "json"))
     quiet: bool = option(bool, False, "print only the summary")

@@ -96,8 +96,7 @@ def _device_facts(accelerator: Accelerator, visible: Sequence[gpu_state.GpuFacts
         return {"accelerator": accelerator, "supported_precisions": formats}
     known = [gpu.compute_capability for gpu in visible if gpu.compute_capability is not None]
     oldest = min(known, default=None)
-    facts = {"supported_precisions": gpu_precisions(oldest), "compute_capability": oldest}
-    return {"accelerator": accelerator, **facts}
+    return {"accelerator": accelerator, "supported_precisions": gpu_precisions(oldest), "compute_capability": oldest}
 
 
 def _cpu_has_fp16() -> bool:

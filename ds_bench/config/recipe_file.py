@@ -19,6 +19,7 @@ import yaml
 
 from ..errors import UsageError
 from ..system import files, invocation
+from ..system.redaction import redacted_config
 
 LARGEST_FILE_BYTES = 2**17
 MAX_LEVELS = 20
@@ -49,6 +50,15 @@ class RecipeText:
     def of_stored(cls, stored: Mapping[str, Any]) -> RecipeText:
         """Return the recipe stored in a run's ``run.json``."""
         return cls(name="", folder=Path(str(stored.get("folder"))), data=stored["values"])
+
+    def to_stored(self) -> Data:
+        """Return the part of the recipe that run.json keeps for ``--resume`` and reports; credentials are redacted."""
+        values = {section: keys for section, keys in self.data.items() if section != "output"}
+        output = self.data.get("output")
+        if isinstance(output, dict):
+            # the run already has its folder
+            values["output"] = {key: value for key, value in output.items() if key != "dir"}
+        return {"name": self.name, "folder": str(self.folder.absolute()), "values": redacted_config(values)}
 
     def place(self, path: KeyPath) -> str:
         """Return ``recipe.yaml, line 4: `` for a key path or the nearest block around it; empty if not from a file."""

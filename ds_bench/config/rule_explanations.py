@@ -32,8 +32,8 @@ def rule_table() -> Mapping[str, Mapping[str, Any]]:
     """Return a mapping from each rule's name to its entry in ``rule_examples.json``.
 
     An entry has an example, and may have ``what``, ``why`` and ``given``. The example is a ``config`` laid over
-    :data:`BASE`, where null removes a key, or for a rule about a whole file its ``text``; such an entry has ``what``,
-    ``level``, ``remedy`` and ``source`` too.
+    :data:`BASE`, where null removes a key, or, for a rule about a whole file, the file's ``text``. An entry with
+    ``text`` has ``what``, ``level``, ``remedy`` and ``source`` too.
     """
     table: dict[str, Any] = json.loads(Path(__file__).with_name("rule_examples.json").read_text(encoding="utf-8"))
     return table
@@ -46,7 +46,7 @@ def file_finding(rule: str, reason: str, path: str = "", line: int | None = None
 
 
 def explain(rule: str) -> tuple[Finding, dict[str, str]]:
-    """Return ``check``'s finding for the example of a rule in :func:`rule_table`, and the explanation by its JSON keys.
+    """Return ``check``'s finding for the example of a rule in :func:`rule_table`, and the explanation, by JSON key.
 
     ``versions``: DeepSpeed versions that the rule applies to; empty: all. ``given``: flags or GPU without which
     ``check`` does not apply the rule; empty if none. ``example``: text of a file that breaks the rule and no other.

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from ..units import format_series
 from . import deepspeed_keys
 from .axes import AXES, OPTIMIZER, PARAM, ZERO, Axis
-from .caveats import Caveat, CaveatKind
+from .caveat_texts import Caveat, CaveatKind
 from .deepspeed_config import AUTO, nested, overlay
 from .spec import Accelerator, Placement, Precision, Workload, gpu_precisions
 
@@ -335,8 +335,9 @@ _REFUSED_IN_ROWS = (
                 "falls",
          remedy="leave it out, or use stage 1 or 2 on GPUs", source="runtime/zenflow/engine_stage3.py"),
     *(Rule(f"{precision}-unsupported", None, f"{precision}.enabled", row="refusal", when=_lacks_precision(precision),
-           reason=f"{precision} is not supported on this {{accelerator}} device",
-           remedy=f"use --precision fp32; for a file, --axis precision=fp32 or change its {precision} block")
+           reason=f"{precision} is not supported here (accelerator: {{accelerator}})",
+           remedy="use --precision fp32 (for a row of --configs: --axis precision=fp32, or change the file's "
+                  f"{precision} block)")
       for precision in _HALF_PRECISIONS),
     Rule("bf16-on-an-older-gpu", "warning", "bf16.enabled",
          when=lambda case: case.is_on("bf16.enabled") and "bf16" not in gpu_precisions(case.compute_capability),
@@ -418,7 +419,7 @@ _CAVEATS_OF_ROWS = (
          when=lambda case: "comms_logger" in case.config and case.is_on("comms_logger.enabled"),
          reason=_COMMS_LOGGER, remedy="remove the block where speed matters", source="comm/config.py"),
     Rule("wall-clock-breakdown", "hint", "wall_clock_breakdown", row="caveat", when=_is_enabled("wall_clock_breakdown"),
-         reason="wall_clock_breakdown synchronizes the device in every micro-step, which slows training",
+         reason="synchronizes the device in every micro-step, which slows training",
          remedy="set it to false where speed matters", source=_ENGINE),
     Rule("flops-profiler", "hint", "flops_profiler.enabled", row="caveat", when=_is_enabled("flops_profiler.enabled"),
          reason="flops_profiler instruments a step and turns wall_clock_breakdown on",
@@ -590,17 +591,17 @@ _OF_FILES = (
     # Defaults that changed: the same file is a different experiment with a different version.
     Rule("unset-gradient-clipping", "hint", "gradient_clipping",
          when=lambda case: "gradient_clipping" not in case.config,
-         reason="unset: 1.0 since DeepSpeed 0.19.3, no clipping before", remedy="set it explicitly",
-         source="runtime/constants.py"),
+         reason="not set: DeepSpeed clips at 1.0 since 0.19.3; earlier versions do not clip",
+         remedy="set it explicitly", source="runtime/constants.py"),
     *(Rule(f"unset-pin-memory-of-{kind}", "hint", f"{ZERO}offload_{kind}.pin_memory", when=when,
-           reason="unset: true since DeepSpeed 0.19.5, false before", remedy="set it explicitly",
+           reason="not set: true since DeepSpeed 0.19.5, false in earlier versions", remedy="set it explicitly",
            source="runtime/zero/offload_config.py")
       for kind, when in (("optimizer", _leaves_pin_memory_unset("optimizer", 1, 2, 3)),
                          ("param", _leaves_pin_memory_unset("param", 3)))),
     Rule("unset-overflow-check", "hint", "bf16.check_grad_overflow",
          when=lambda case: (case.stage in (1, 2) and case.is_on("bf16.enabled")
                             and "check_grad_overflow" not in case.block("bf16")),
-         reason="unset: since DeepSpeed 0.19.3 a step with infinite gradients is skipped; before, it was applied",
+         reason="not set: since DeepSpeed 0.19.3 a step with infinite gradients is skipped; earlier versions apply it",
          remedy="set it explicitly", source=_PRECISION),
 )
 # fmt: on

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from ..system.redaction import redacted_config
-from .caveats import Caveat
+from .caveat_texts import Caveat
 from .token_file import TokenType
 from .training_script import Script
 

@@ -56,12 +56,12 @@ class TokenFile:
     def require_usable(self, vocabulary: int | None, owner: str, seq_length: int) -> None:
         """Raise UsageError for an id outside the vocabulary, or a file shorter than one sequence.
 
-        ``vocabulary``: number of ids; None if unknown. ``owner``: name of the vocabulary's owner, for the message.
+        ``vocabulary``: number of ids; None if unknown. ``owner``: whose vocabulary it is, for the message.
         """
         if vocabulary is not None and self.largest_id >= vocabulary:
             raise UsageError(
-                f"{self.path} holds the id {self.largest_id} (token {self.largest_at:,}), beyond the "
-                f"{vocabulary} ids of {owner}",
+                f"{self.path} has the id {self.largest_id} at position {self.largest_at:,}, but {owner} has only "
+                f"{vocabulary} ids",
                 remedy="tokenize it with the model's tokenizer, or correct the type of its ids",
             )
         if self.tokens < seq_length:

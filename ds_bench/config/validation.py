@@ -17,9 +17,8 @@ from ..errors import UsageError
 from ..system import host_resources
 from ..system.environment import installed_version
 from . import deepspeed_keys, lint
-from .caveats import Caveat
+from .caveat_texts import Caveat
 from .deepspeed_config import MEASURING_KEYS, is_deepcompiled, sequence_parallel_size, tensor_parallel_size
-from .lint import Finding
 from .rules import Case, keys_read_later, refusals, row_caveats
 from .spec import BATCH_KEYS, DEFAULT_PREFETCH, Configuration, Placement, Workload, block_of
 
@@ -37,11 +36,7 @@ def check_keys(config: Config) -> None:
         if not isinstance(config.get(key, {}), Mapping):
             problem = f"{key!r} in the DeepSpeed config is {config[key]!r}, not an object"
             raise UsageError(problem, remedy=f"set a key inside it, like {key}.KEY=VALUE")
-
-    def is_refused(found: Finding) -> bool:
-        return found.rule in _REFUSED or (found.rule == "unknown-key" and found.level == "error")
-
-    lint.refuse(config, is_refused)
+    lint.refuse(config, lambda each: each.rule in _REFUSED or (each.rule == "unknown-key" and each.level == "error"))
 
 
 def unsupported_reason(configuration: Configuration, placement: Placement) -> str | None:

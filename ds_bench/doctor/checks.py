@@ -15,7 +15,7 @@ from typing import IO
 
 from ..config import validation
 from ..config.automatic_values import TrainingFacts
-from ..config.caveats import as_caveat
+from ..config.caveat_texts import as_caveat
 from ..config.configuration_file_rows import FileRowMaker
 from ..config.configuration_files import ConfigurationFile
 from ..config.hosts import SSH, read_hostfile

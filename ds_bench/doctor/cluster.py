@@ -45,7 +45,7 @@ def connected_hosts(placement: Placement, python: str | None = None) -> Iterator
     """Connect to all hosts of a placement, until the context ends.
 
     ``python``: the interpreter of a user's script, at the same path on every host; None for this program's. Raises
-    PreflightError for a host that cannot be reached or used, in one line with ssh's message.
+    PreflightError for a host that cannot be reached or used, in one line with the reason.
     """
     template = placement.host_command
     if template is not None and find_program(program := shlex.split(template)[0]) is None:
@@ -55,7 +55,7 @@ def connected_hosts(placement: Placement, python: str | None = None) -> Iterator
         )
 
     def start_agent(host: str) -> list[str]:
-        # Hostfile slots are numbers among all GPUs; DeepSpeed sets CUDA_VISIBLE_DEVICES to them (launcher/launch.py).
+        # Hostfile slots number all GPUs of a host; DeepSpeed sets CUDA_VISIBLE_DEVICES to them (launcher/launch.py).
         words = agent_words(every_gpu=placement.hostfile is not None)
         return words if template is None else command_on_host(template, host, words)
 
@@ -94,7 +94,8 @@ def naming_lost_host() -> Iterator[None]:
 def environment_with_hosts(hosts: Hosts, placement: Placement, local: Environment) -> Environment:
     """Return the environment of this host, with the environments of all hosts in the order of their ranks.
 
-    Raises PreflightError, in one line, if versions or GPUs differ, or a host has fewer GPUs than ranks.
+    Raises PreflightError, in one line, if versions or GPUs differ, a host lacks a slot's GPU, or two names mean one
+    machine.
     """
     with naming_lost_host():
         environments: dict[str, Environment] = hosts.request_all("environment", kind=Environment, python=hosts.python)
@@ -113,7 +114,7 @@ def environment_with_hosts(hosts: Hosts, placement: Placement, local: Environmen
     if placement.accelerator == "cuda":
         for name, ranks in placement.hosts:
             slots, count = placement.slots_of(name), len(environments[name].gpus)
-            # Slots are numbers among all GPUs of the host: the highest must exist.
+            # Slots number all GPUs of the host: the highest must exist.
             if count <= max(slots):
                 chosen = "" if placement.include is None else f" in slots {', '.join(map(str, slots))}"
                 differences.append(f"{name} has {count} GPUs for {ranks} ranks{chosen}")
@@ -178,7 +179,7 @@ def _try_connections(listener: HostConnection, others: Sequence[HostConnection],
         port = listener.request("listen", kind=int, address=address, port=port)
     except HostError as error:
         raise PreflightError(
-            f"ranks cannot meet at {address} port {port} on {listener.name}: {error.reason}",
+            f"{listener.name} cannot listen at {address}{f' port {port}' if port else ''}: {error.reason}",
             remedy="give --master-addr an address of the first host that others can reach, or another --master-port",
         ) from None
     try:
@@ -217,7 +218,7 @@ def check_hosts(
 ) -> list[Finding]:
     """Return the findings of the checks on every host; equal findings of several hosts become one.
 
-    ``environment``: with its ``hosts``. ``need_host_bytes``: predicted for the host with the most ranks.
+    ``environment``: with ``hosts`` filled in. ``need_host_bytes``: predicted for the host with the most ranks.
     """
     environments = dict(zip(hosts.names, environment.hosts, strict=True))
     unlike = _differences(_SHOULD_AGREE, environments)

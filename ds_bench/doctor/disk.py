@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import deepspeed_config, strategies
-from ..config.caveats import Caveat, CaveatKind, note
+from ..config.caveat_texts import Caveat, CaveatKind, note
 from ..config.spec import Placement, Trial, Workload
 from ..errors import PreflightError
 from ..launch.scratch import remove_abandoned
@@ -42,7 +42,7 @@ _PAGE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NvmeFolder:
-    """A folder for NVMe offload that exists and can be written."""
+    """A folder for NVMe offload that exists and is writable."""
 
     file_system: str | None
     """Type of the file system; None if the kernel does not show it."""
@@ -51,14 +51,14 @@ class NvmeFolder:
 
 
 def check_nvme_folder(path: Path) -> NvmeFolder:
-    """Check the folder for swapping, and remove swap files left in it by ended runs.
+    """Check the folder that rows swap to, and remove swap files that dead runs left in it.
 
     Raises PreflightError if it is missing or not writable.
     """
     if not path.is_dir():
         if path.exists():
             raise PreflightError(f"--nvme-path {path} is a file, not a folder", remedy="give a folder on the NVMe disk")
-        raise PreflightError(f"--nvme-path {path} is not a folder", remedy="create it on the NVMe disk")
+        raise PreflightError(f"--nvme-path {path} does not exist", remedy="create it on the NVMe disk")
     files.require_writable(path, "--nvme-path")
     remove_abandoned(path)
     kind = file_system(path)
@@ -159,7 +159,7 @@ def _check_direct_io(path: Path) -> Finding:
 
 
 def check_speed(path: Path, variables: Mapping[str, str]) -> Iterator[Finding]:
-    """Measure the disk with DeepSpeed's own op. ``variables``: they name the cache that holds the built async_io op."""
+    """Measure the disk with DeepSpeed's own op. ``variables``: name the cache with the built async_io op."""
     free = shutil.disk_usage(path).free
     size = min(_MAX_TEST_BYTES, free // 4)
     if size < _MIN_TEST_BYTES:
@@ -214,7 +214,7 @@ def require_checkpoint_folder(given: str | None, trials: Sequence[Trial]) -> Pat
 
 
 def check_checkpoint_folder(given: str | None, profiles: Sequence[ModelProfile], trials: Sequence[Trial]) -> None:
-    """Remove checkpoints left by ended runs, and check that the largest model's fits. Raises PreflightError.
+    """Remove checkpoints that dead runs left, and check that the largest model's would fit. Raises PreflightError.
 
     ``given``: as for :func:`require_checkpoint_folder`.
     """

@@ -10,7 +10,7 @@ import resource
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from ..config.caveats import CaveatKind
+from ..config.caveat_texts import CaveatKind
 from ..config.spec import Placement, gpu_precisions
 from ..system import host_resources
 from ..system.gpu_state import GpuFacts, GpuInventory, select_visible, throttle_faults
@@ -204,7 +204,7 @@ def _check_gpu_memory(gpu: GpuFacts) -> Finding:
         return warning(name, f"{text}; used by {', '.join(users)}", remedy)
     # Processes of other containers may be missing from NVML's list; their memory is not.
     if used > _DRIVER_FRACTION * total:
-        return warning(name, f"{text}; used by processes outside this container", remedy)
+        return warning(name, f"{text}; used by processes that NVML does not list, perhaps in a container", remedy)
     return ok(name, f"{text}, no other process")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ..config.caveats import Caveat, CaveatKind
+from ..config.caveat_texts import Caveat, CaveatKind
 from ..config.spec import Placement, Trial
 from ..records.schema import GpuWindow, TrialRecord
 from ..system import gpu_state, processes

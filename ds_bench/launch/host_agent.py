@@ -79,7 +79,7 @@ class HostEnd:
     """A host's report on a trial that was ended there."""
 
     left: tuple[int, ...]
-    """Processes that could not be ended."""
+    """Processes that could not be killed."""
     oom_killed: bool
     """Whether the kernel's OOM killer ended a process during the trial."""
     disk_full: bool
@@ -387,14 +387,24 @@ class HostAgent:
         variables: Mapping[str, str],
     ) -> None:
         """Prepare a trial. ``trial``: its id. ``variables``: those that the user has set."""
+        import psutil
+
         requested = Assignment.from_dict(assignment)
         placement, environ = requested.trial.placement, {**os.environ, **variables}
         script, (address, port) = requested.trial.workload.script, master
+        # gloo and TensorPipe use the interface that leads to the master, unless the user has set one. By default gloo
+        # listens on the address that this host's name resolves to, which on many systems only this host can reach.
+        own_address, interfaces = address_towards(address), dict[str, str]()
+        for interface, addresses in psutil.net_if_addrs().items():
+            if any(each.address == own_address for each in addresses):
+                names = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+                interfaces = {name: interface for name in names if name not in environ}
+                break
         self._variables = {
             **variables,
             **chosen_devices(placement, environ),
             **_host_variables(placement, environ, None if script is None else script.python),
-            **_interface_variables(address, environ),
+            **interfaces,
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
         }
@@ -434,21 +444,6 @@ def free_port() -> int:
         probe.bind(("", 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-def _interface_variables(master: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """The network interface for gloo and TensorPipe: the one that leads to the master, unless the user has set one.
-
-    By default gloo listens on the address that this host's name resolves to, which on many systems only this host can
-    reach.
-    """
-    import psutil
-
-    own = address_towards(master)
-    addresses = psutil.net_if_addrs().items()
-    interface = next((name for name, each in addresses if any(one.address == own for one in each)), None)
-    names = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
-    return {} if interface is None else {name: interface for name in names if name not in environ}
 
 
 def chosen_devices(placement: Placement, environ: Mapping[str, str]) -> dict[str, str]:

@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from itertools import count
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import IO, Any
 
 from ..config.spec import Placement
@@ -155,7 +155,7 @@ class HostConnection:
     def send_request(self, what: str, say: Say = lambda _text: None, kind: Any = Any, **values: Any) -> Future[Any]:
         """Send a request without waiting. The Future returns or raises what :meth:`request` does.
 
-        ``say``: called with each of the agent's progress messages.
+        ``say``: called with each of the agent's progress messages, after the host's name.
         """
         future: Future[Any] = Future()
         number = next(self._ids)
@@ -206,7 +206,7 @@ class HostConnection:
                 self.hostname, self.address = str(message["hostname"]), message.get("address")
             self._greeting.set_result(str(message["agent"]))
         elif "say" in message and message.get("id") in self._replies:
-            self._replies[message["id"]][1](str(message["say"]))
+            self._replies[message["id"]][1](f"{self.name}: {message['say']}")
         elif message.get("id") in self._replies:
             future, _, kind = self._replies[message["id"]]
             if "error" in message:
@@ -286,9 +286,7 @@ class Hosts:
     def __enter__(self) -> Hosts:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _at: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         if self.unproven:  # after the last trial: Slurm's signal before a time limit ends srun and thus the agents
             self._locked = None  # no trial follows
             with contextlib.suppress(HostError):
@@ -341,7 +339,7 @@ class Hosts:
                 end = connection.request("end", kind=HostEnd, trial=trial, grace_seconds=0.0)
                 if end.left:
                     # They would distort the next trial's measurements.
-                    raise HostError(name, f"processes {[*end.left]} of an earlier trial could not be ended")
+                    raise HostError(name, f"processes {[*end.left]} of an earlier trial could not be killed")
                 self.unproven.remove((name, trial))
         self._gave_up = False
 
@@ -362,13 +360,8 @@ class Hosts:
         if self._locked is None:
             return DeviceLocks()
         placement, say = self._locked
-        answer = connection.send_request(
-            "lock",
-            lambda text: say(f"{connection.name}: {text}"),
-            DeviceLocks,
-            accelerator=placement.accelerator,
-            slots=placement.slots_of(connection.name),
-        )
+        slots = placement.slots_of(connection.name)
+        answer = connection.send_request("lock", say, DeviceLocks, accelerator=placement.accelerator, slots=slots)
         locks: DeviceLocks = connection.result_of(answer, timeout_seconds)
         return locks
 
@@ -403,13 +396,9 @@ class Hosts:
 
         ``each``: further values for each host, in order. See ``HostConnection.request`` for the other parameters.
         """
-
-        def tell(connection: HostConnection) -> Say:
-            return lambda text: say(f"{connection.name}: {text}")
-
         began = time.monotonic()
         futures = [
-            connection.send_request(what, tell(connection), kind, **values, **own)
+            connection.send_request(what, say, kind, **values, **own)
             for connection, own in zip(self.connections, each or [{}] * len(self.connections), strict=True)
         ]
         return {

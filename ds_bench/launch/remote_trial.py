@@ -43,7 +43,7 @@ class RemoteEnd:
 
 
 class RemoteTrial:
-    """A trial on the hosts of a run. Its files are written to ``folder``, where monitor and outcome read them."""
+    """A trial on the hosts of a run. It writes files to ``folder`` for ``trial_watcher`` and ``outcome``."""
 
     def __init__(self, hosts: Hosts, folder: Path, assignment: Assignment) -> None:
         self._hosts, self._folder, self._assignment = hosts, folder, assignment
@@ -109,7 +109,7 @@ class RemoteTrial:
         )
 
     def request_stacks(self) -> None:
-        """Make the ranks of every host write the stacks of their threads. A host that is slow is not waited for."""
+        """Make the ranks of every host write their threads' stacks. Waits at most ``_STACKS_SECONDS``."""
         with contextlib.suppress(HostError):
             self._hosts.request_all("stacks", timeout_seconds=_STACKS_SECONDS)
 
@@ -129,7 +129,7 @@ class RemoteTrial:
             try:
                 answers.append(connection.result_while_active(future, quiet_seconds, began))  # large profiles are slow
                 if left := answers[-1].left:
-                    caveats.append(f"processes {[*left]} on host {connection.name} could not be ended")
+                    caveats.append(f"processes {[*left]} on host {connection.name} could not be killed")
             except HostError as error:
                 lost = lost or (error if isinstance(error, HostLostError) else None)
                 self._hosts.unproven.append((connection.name, self._scratch_id))
@@ -154,7 +154,7 @@ class FileReceiver:
         self.clock_ahead_seconds = 0.0
         """By how much the host's clock is ahead of this one's."""
         self._stopped = False
-        """Whether a file could not be written; the next could not be either."""
+        """Whether writing a file has failed; later files would fail too."""
         self.problem: str | None = None
         """Why files are missing; None if they are all there."""
         self.ended = False
@@ -168,7 +168,7 @@ class FileReceiver:
             return
         name = str(message["file"])
         rank = _RANK_FILE.match(name)
-        # None of the run's own files, and none of a rank on another host.
+        # Refuse the run's own files, and those of a rank on another host.
         if (
             not _FILE_NAME.fullmatch(name)
             or name in (TRIAL_FILE, CONFIG_FILE)
@@ -183,7 +183,7 @@ class FileReceiver:
             # Each host has a leader's log.
             path = self._folder / (f"leader.host{self._number}.log" if name == LEADER_LOG else name)
             path.parent.mkdir(parents=True, exist_ok=True)
-            # Renamed when complete, since the monitor takes a rank's file for its result as soon as it exists.
+            # Renamed when complete, since the watcher takes a rank's file for its result as soon as it exists.
             target = path.with_name(f".{path.name}.part") if message["whole"] else path
             flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
             flags |= os.O_TRUNC if message["whole"] and start == 0 else 0

@@ -1,7 +1,7 @@
 """Names and removes what a run creates temporarily: swap files, checkpoints, shared memory, temporary files.
 
-A killed run removes nothing. Every name therefore holds its owner: host, process id and start time. The next run by the
-same user on the same host removes what belongs to ended processes.
+A killed run removes nothing. Every name therefore holds its owner: host, process id and start time. (A host's trial
+folder holds it in a file.) The next run by the same user on the same host removes what belongs to dead processes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def owner() -> str:
 
 
 def remove_abandoned(*folders: Path) -> list[Path]:
-    """Remove and return what this user's ended processes on this host left behind.
+    """Remove and return what this user's dead processes left behind on this host.
 
     ``folders``: searched in addition to shared memory and the temporary folder.
     """
@@ -100,12 +100,16 @@ def temporary_folder_variables(environ: Mapping[str, str], ops_folder: str) -> t
 
     Killed compilers leave files, and so does a killed import of DeepSpeed, which compiles to find out which libraries
     exist (op_builder/builder.py, ``has_function``). Code that torch and Triton compile for later runs is next to
-    ``ops_folder`` or where ``environ`` says, but never where another user can write: that user could run code here.
+    the folder that holds ``ops_folder``, or where ``environ`` says, but never where another user can write: that user
+    could run code here.
     """
     named = {name: Path(environ[name]).resolve() for name in _CODE_CACHES if environ.get(name)}
     variables = {"TMPDIR": temporary_folder()}
     variables |= {name: str(folder) for name, folder in named.items() if make_private(folder)}
-    notes = [f"{name} is not used: another user can write to {named[name]}" for name in named.keys() - variables]
+    notes = [
+        f"{name} is not used: {named[name]} cannot be created, or another user can write to it"
+        for name in named.keys() - variables
+    ]
     ours = Path(ops_folder).parents[1] / f"compiled_{os.getuid()}"
     folder = ours if make_private(ours) else Path(variables["TMPDIR"])
     for name in {"TORCHINDUCTOR_CACHE_DIR", *named}:
@@ -132,7 +136,7 @@ def make_private(folder: Path) -> bool:
 
 
 def new_scratch_id() -> str:
-    """Return nine random digits that no other trial on this machine has.
+    """Return nine random digits, so that hardly any two trials on a machine have the same.
 
     Digits, because the id is the MASTER_PORT of ranks that meet through a file (worker/rank.py).
     """

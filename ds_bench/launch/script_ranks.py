@@ -58,7 +58,7 @@ def script_variables(trial: Trial, folder: Path, environ: Mapping[str, str]) -> 
     return variables | script.accelerate_variables(folder / CONFIG_FILE)
 
 
-def main() -> int:
+def main() -> None:
     processes.die_with_parent()
     number, folder = int(sys.argv[1]), Path(sys.argv[2])
     assignment = Assignment.load(folder)
@@ -89,8 +89,7 @@ def main() -> int:
             )
         ranks[child.pid] = rank
     wait_for_children(folder, ranks)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,6 +1,6 @@
 """Cold launch, and what both launchers share: assigning, starting, watching and ending a trial, and its outcome.
 
-Cold launch starts ranks through the ``deepspeed`` launcher, as a user would, and those of a user's script directly.
+Cold launch starts ranks through the ``deepspeed`` launcher, as a user would; a script's ranks it starts directly.
 They import everything again in each trial. On one host they meet through a file, or at a port if they run a script. On
 several hosts the agents start them, and they meet at MASTER_ADDR; each agent sends its host's files here.
 """
@@ -154,7 +154,7 @@ def run_trial(
     )
     caveats = (*trial.caveats, *result.caveats, *ended.caveats)
     if left:
-        caveats += (f"processes {sorted(left)} could not be ended",)
+        caveats += (f"processes {sorted(left)} could not be killed",)
     if monitor is not None and monitor.problem is not None:
         caveats += (monitor.problem,)
     return TrialRecord(
@@ -173,7 +173,8 @@ def run_trial(
 def _make_assignment(
     trial: Trial, folder: Path, environment: Mapping[str, str], limits: Limits, *, on_this_host: bool
 ) -> Assignment:
-    """Make the ranks' assignment. Unless ``on_this_host``, hosts add private folders, and no rendezvous file exists."""
+    """Make the ranks' assignment. On several hosts, each adds its own private folders, and there is no rendezvous
+    file."""
     # A script's ranks meet at a port, as under torchrun. Its number names their shared memory (scratch.remove_scratch).
     meets_at_port = on_this_host and trial.workload.script is not None
     scratch_id = str(free_port()) if meets_at_port else new_scratch_id()
@@ -200,7 +201,8 @@ _WORKER = "ds_bench.worker"
 
 
 class DeepSpeedLauncher:
-    """Runs ``deepspeed … --module ds_bench.worker FOLDER``, or a script's ranks, as the child of a leader of ours.
+    """Runs ``deepspeed … --module ds_bench.worker FOLDER``, or a script's ranks, as the child of a leader process
+    (``leader``).
 
     ``hosts``: those of a multi-host run, whose agents start the ranks.
     """

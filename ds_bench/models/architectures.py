@@ -172,6 +172,7 @@ class _Builder:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.families = read_json("architectures")["families"]
         self.tensors: list[Tensor] = []
         self.stacks: list[Stack] = []
         self.config: Mapping[str, Any] = {}
@@ -181,7 +182,7 @@ class _Builder:
 
     def add_family(self, model_type: str, config: Mapping[str, Any], *, prefix: str = "") -> None:
         """Add the sections of a family, and of those that it contains."""
-        family = read_json("architectures")["families"][model_type]
+        family = self.families[model_type]
         config = {**family["defaults"], **config}
         differing = [key for key, value in family.get("requires", {}).items() if config.get(key, value) != value]
         differing += [key for key, other in family.get("equal", ()) if config.get(key, config[other]) != config[other]]
@@ -203,18 +204,17 @@ class _Builder:
                 vision = self._part("vision_config", config, True)
                 self.config = {**self.config, "vision_config": vision}
                 self.add_family(vision["model_type"], vision, prefix="model.vision_tower.")
-            elif section.get("config"):
-                own = self._part("vision_config", config, model_type) if "image" in family else config
-                if "image" in family:
+            else:
+                own = config
+                if "config" in section and "image" in family:
+                    own = self._part("vision_config", config, model_type)
                     self.config = {**self.config, "vision_config": own}
                 self._add_section(section, family, own, prefix)
-            else:
-                self._add_section(section, family, config, prefix)
 
     def _part(self, key: str, config: Mapping[str, Any], family: str | bool) -> dict[str, Any]:
         """The nested configuration of a part, with the model type that describes it and that part's defaults."""
         own = config.get(key)
-        defaults = read_json("architectures")["families"][str(config["model_type"])]["defaults"].get(key, {})
+        defaults = self.families[str(config["model_type"])]["defaults"].get(key, {})
         if family is not True:
             # Older files have the text model's keys at the top level.
             given = own if own is not None and own is not defaults else (config if key == "text_config" else {})
@@ -222,12 +222,12 @@ class _Builder:
             return {**defaults, **kept, "model_type": family}
         part = dict(own or defaults)
         part["model_type"] = _MODEL_TYPES.get(str(part.get("model_type")), part.get("model_type"))
-        if part["model_type"] not in read_json("architectures")["families"]:
+        if part["model_type"] not in self.families:
             raise UsageError(
                 f"{self.name}: its {key} has the model type {part['model_type']!r}, for which ds_bench has no formulas",
                 remedy="use a model of a different family, or measure it with a factory: --model-factory",
             )
-        return {**read_json("architectures")["families"][part["model_type"]]["defaults"], **part}
+        return {**self.families[part["model_type"]]["defaults"], **part}
 
     def _add_section(
         self, section: Mapping[str, Any], family: Mapping[str, Any], config: Mapping[str, Any], prefix: str
@@ -255,16 +255,10 @@ class _Builder:
                 self.tensors.append(tensor)
                 share = int(symbols["k"]) / int(symbols["E"]) if ".experts." in name else 1
                 self.active += round(tensor.elements * share)
-                is_table = (part == "" and number == 0 and "embed" in name) or name.split(".")[-2:-1] in (
-                    ["wte"],
-                    ["wpe"],
-                )
-                if (
-                    part not in ("vision", "projector")
-                    and len(shape) > 1
-                    and not is_table
-                    and name.endswith(("weight", "proj"))
-                ):
+                is_table = name.split(".")[-2:-1] in (["wte"], ["wpe"])
+                is_table |= part == "" and number == 0 and "embed" in name
+                is_matrix = len(shape) > 1 and name.endswith(("weight", "proj")) and not is_table
+                if is_matrix and part not in ("vision", "projector"):
                     self.multiplied += round(tensor.elements * share)
         if "repeat" in section and section["repeat"] != "deepstack":
             is_vision = part == "vision"
@@ -292,8 +286,7 @@ class _Builder:
     def finish(self, model_type: str) -> Architecture:
         """Return the model that was collected."""
         symbols, stack = self.text, self.stacks[-1]
-        head = 0 if not self.tied else int(symbols["v"]) * stack.hidden
-        largest = max(tensor.elements for tensor in self.tensors)
+        head = int(symbols["v"]) * stack.hidden if self.tied else 0
         head_dim = stack.head_dim
         if "qk" in symbols:  # keys and values of different widths: the mean has the FLOPs of both
             head_dim = (int(symbols["qk"]) + int(symbols["v_head_dim"])) // 2
@@ -303,7 +296,7 @@ class _Builder:
             tensors=tuple(self.tensors),
             stacks=tuple(self.stacks),
             active_parameters=self.active,
-            image=read_json("architectures")["families"][model_type].get("image"),
+            image=self.families[model_type].get("image"),
             facts=ModelFacts(
                 name=self.name,
                 model_type=model_type,
@@ -316,7 +309,7 @@ class _Builder:
                 head_dim=head_dim,
                 vocabulary_size=int(symbols["v"]),
                 max_positions=symbols.get("p"),
-                largest_parameter=largest,
+                largest_parameter=max(tensor.elements for tensor in self.tensors),
                 tied_embeddings=self.tied,
             ),
         )

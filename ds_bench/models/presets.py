@@ -25,7 +25,7 @@ from ..system import invocation
 from ..units import format_series
 
 _PRESET_FILES = (
-    "gpt2", "model_sizes", "opt", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma2", "gemma3",
+    "gpt2", "gpt2_five_sizes", "opt", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma2", "gemma3",
     "phi3", "deepseek_v2", "gpt_oss",
 )  # fmt: skip
 """Names of the JSON files, in the order of the list of presets; each file is sorted by release and size."""

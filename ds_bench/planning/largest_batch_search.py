@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ..config.caveats import Caveat, CaveatKind, as_caveat
+from ..config.caveat_texts import Caveat, CaveatKind, as_caveat
 from ..config.identity import work_key
 from ..config.spec import NO_INSPECTION, SEARCH_ACCURACY, Configuration, Trial, Workload
 from ..launch import Launcher
@@ -89,9 +89,9 @@ class SizeSearch:
             outcome, status = record.outcome, record.outcome.status
             # A signal may also come just after the probe has ended with a status of its own.
             if status == schema.INTERRUPTED or processes.interrupt_requested():
-                self.say(f"the search was interrupted at {row.label}")
+                self.say(f"interrupted at {row.label}")
                 raise KeyboardInterrupt
-            self.say(f"{row.label}: {self._size_text(units)} {'trains' if outcome.success else status}")
+            self.say(f"{row.label}: {self._size_text(units)}{' trains' if outcome.success else f': {status}'}")
             if _was_too_slow(outcome):
                 timed_out = units
             elif not outcome.success and status not in _DID_NOT_FIT:

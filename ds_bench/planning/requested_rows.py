@@ -88,11 +88,22 @@ def with_files(options: Options) -> Options:
     return replace(options, files=(*files, *options.inline), file_lines=tuple(lines))
 
 
+_FIELDS_IN_FILE = {"batch_size", "grad_accum", "precision"}
+"""Workload fields that a DeepSpeed configuration also sets."""
+
+
 def with_script(options: Options) -> Options:
-    """Return the options with the user's script, if any. Raises UsageError for one that cannot be started."""
+    """Return the options with the user's script, if any.
+
+    Raises UsageError for one that cannot be started, and for an axis that changes the built-in training loop, which a
+    script does not use.
+    """
     if not options.script:
         return options
-    require_config_axes(options.axis_names)
+    for name in options.axis_names:
+        if not set(AXES[name].fields) <= _FIELDS_IN_FILE:
+            problem = f"--axis {name} changes the built-in training, not a DeepSpeed configuration"
+            raise UsageError(problem, remedy="leave it out, or compare the script's own arguments in two runs")
     script = read_script(
         options.script,
         python=options.python,
@@ -255,7 +266,17 @@ class ConfigurationBuilder:
         """Build the configuration of a row at a micro-batch. Raises UsageError."""
         configuration = self._build_without_axes(row, batch_size, policy)
         if row.axis_values:
-            return self._with_global_batch(self._with_axes(row, configuration))
+            configuration = replace(configuration, name=row.name, label=row.label)
+            # A refused row has a stand-in configuration, where axes mean nothing.
+            if configuration.refusal is not None:
+                return configuration
+            facts = row_facts(configuration, self.model, self.placement, self.options.grad_accum)
+            configuration = with_axes(configuration, row.axis_values, facts)  # no flag sets the same (axis_notes)
+            if self.options.own_script is not None:
+                # A script reads batch and precision only from its configuration.
+                refusal = validation.unread_key(axis_rows.setting_of(row.axis_values, facts).config)
+                configuration = replace(configuration, workload_changes={}, refusal=refusal)
+            return self._with_global_batch(configuration)
         file = row.origin if isinstance(row.origin, ConfigurationFile) and configuration.refusal is None else None
         if self.options.keep_batch and file is not None and gives_accumulation(file, self.placement.num_gpus):
             return configuration
@@ -303,19 +324,6 @@ class ConfigurationBuilder:
             deepspeed_config=deepspeed_config.apply_changes(config, {"gradient_accumulation_steps": accumulation}),
             workload_changes={**configuration.workload_changes, "grad_accum": accumulation},
         )
-
-    def _with_axes(self, row: RequestedRow, configuration: Configuration) -> Configuration:
-        """Return the configuration with its axis values; no flag sets the same thing (``axis_notes``)."""
-        # A refused row has a stand-in configuration, where axes mean nothing.
-        if configuration.refusal is not None:
-            return replace(configuration, name=row.name, label=row.label)
-        facts = row_facts(configuration, self.model, self.placement, self.options.grad_accum)
-        changed = with_axes(replace(configuration, name=row.name, label=row.label), row.axis_values, facts)
-        if self.options.own_script is None:
-            return changed
-        # A script reads batch and precision only from its configuration.
-        refusal = validation.unread_key(axis_rows.setting_of(row.axis_values, facts).config)
-        return replace(changed, workload_changes={}, refusal=refusal)
 
     def _build_without_axes(self, row: RequestedRow, batch_size: int, policy: BatchPolicy) -> Configuration:
         options, strategy = self.options, row.origin
@@ -386,10 +394,6 @@ def equal_rows(trials: Sequence[Trial]) -> dict[str, Configuration]:
     return equal
 
 
-_FIELDS_IN_FILE = {"batch_size", "grad_accum", "precision"}
-"""Workload fields that a DeepSpeed configuration also sets."""
-
-
 def make_script_row(
     origin: Strategy | ConfigurationFile, base: ConfigurationFile | None, changes: Sequence[Mapping[str, Any]]
 ) -> Configuration:
@@ -422,11 +426,3 @@ def make_script_row(
         source="file",
         file_text=file.text,
     )
-
-
-def require_config_axes(names: Sequence[str]) -> None:
-    """Raise UsageError for an axis that changes the built-in training loop, which a script does not use."""
-    for name in names:
-        if not set(AXES[name].fields) <= _FIELDS_IN_FILE:
-            problem = f"--axis {name} changes the built-in training, not a DeepSpeed configuration"
-            raise UsageError(problem, remedy="leave it out, or compare the script's own arguments in two runs")

@@ -11,22 +11,14 @@ from itertools import groupby
 from typing import Any
 
 from ..config import deepspeed_config, strategies, trained_parameters, validation
-from ..config.caveats import Caveat, CaveatKind
+from ..config.caveat_texts import Caveat, CaveatKind
 from ..config.configuration_file_rows import has_different_batch
-from ..config.configuration_files import (
-    ConfigurationFile,
-    check_remedy,
-)
+from ..config.configuration_files import ConfigurationFile, check_remedy
 from ..config.deepspeed_config import MakeConfig
 from ..config.options import Options
 from ..config.placement import choose_precision, resolve_placement
 from ..config.shard import Shard
-from ..config.spec import (
-    Configuration,
-    Placement,
-    Trial,
-    Workload,
-)
+from ..config.spec import Configuration, Placement, Trial, Workload
 from ..config.token_file import read_token_file
 from ..config.training_script import placeholder_values
 from ..errors import DsBenchError, UsageError

@@ -98,6 +98,7 @@ def replay(
                 rank.pass_micro_batch(of_step, number)
             rank.begin("step")
             rank.update()
+            rank.has_moments = True
     except OutOfMemoryError:
         ran_out = True
     rank.begin(rank.phase)
@@ -157,8 +158,11 @@ class Rank:
         self.peaks: dict[DecidingPhase, int] = {}
         """Peak allocated bytes of each phase."""
         self.storages: dict[int, Block] = {}
-        self.moments: list[Block] = []
         self.has_moments = False
+
+    @property
+    def is_last_micro_batch(self) -> bool:
+        return self.number == self.micro_batches - 1
 
     def begin(self, phase: DecidingPhase) -> None:
         """Enter a phase, and record the peak of the previous one."""
@@ -180,9 +184,8 @@ class Rank:
         self.free(*[self.allocate(size, stream) for size in sizes_bytes if size])
 
     def make_moments(self, elements: int) -> None:
-        if not self.has_moments:
-            sizes = [self.settings.moment_bytes * elements] * self.settings.moments
-            self.moments += [self.allocate(size) for size in sizes]
+        for _ in range(0 if self.has_moments else self.settings.moments):
+            self.allocate(self.settings.moment_bytes * elements)
 
     def pass_micro_batch(self, events: Sequence[Event], number: int) -> None:
         """Forward and backward pass. ``number``: position of the micro-batch in the step."""
@@ -210,7 +213,7 @@ class Rank:
                 # such modules after all others (zero/partitioned_param_coordinator.py, release_backward_leftovers).
                 self.leave(event[1])
             before = event
-        self.end_backward(number)
+        self.end_backward()
         self.free(*storages.values())
         storages.clear()
 
@@ -230,7 +233,7 @@ class Rank:
     def leave(self, parameters: tuple[int, ...]) -> None:
         """A module ends."""
 
-    def end_backward(self, number: int) -> None:
+    def end_backward(self) -> None:
         raise NotImplementedError
 
     def update(self) -> None:
@@ -258,7 +261,7 @@ class _Stage0To2(Rank):
         self.is_flat = self.stage > 0 or (self.is_wrapped and not self.settings.torch_optimizer)
         self.ends = [0, *accumulate(self.tensors)]
         start = self.part * (self.ranks - 1)
-        owned = [min(end, start + self.part) - max(begin, start) for begin, end in pairwise(self.ends)]
+        owned = [end - max(begin, start) for begin, end in pairwise(self.ends)]
         self.owned = {number: elements for number, elements in enumerate(owned) if elements > 0}
         """Tensor that the rank owns a part of → elements of that part."""
         self.buckets: list[Block] = []
@@ -347,10 +350,13 @@ class _Stage0To2(Rank):
         """Reduce the bucket, and store the part of it that the rank owns (zero/stage_1_and_2.py, reduce_ipg_grads)."""
         members, self.bucket_members, self.bucket_elements = self.bucket_members, [], 0
         stream = _REDUCE if self.settings.overlap_comm else _COMPUTE
-        self._copy_ranges(members, stream)
+        # If the bucket holds parts of several ranks, they are copied together to be reduced (allreduce_and_scatter).
+        owners = {place // self.part for each in members for place in (self.ends[each], self.ends[each + 1] - 1)}
+        if len(owners) > 1 and self.settings.sends_ranges:
+            self.pulse(self.element * sum(self.tensors[each] for each in members), stream=stream)
         for each in members:
             if each in self.owned and self.offloads:
-                if self.number < self.micro_batches - 1:  # added up in host memory, and kept until backward ends
+                if not self.is_last_micro_batch:  # added up in host memory, and kept until backward ends
                     continue
                 self.pulse(NORM_BYTES * self.owned[each], stream=stream)
                 self.pulse(self.settings.master_bytes * self.owned[each], stream=stream)
@@ -360,37 +366,22 @@ class _Stage0To2(Rank):
             if self.stage == 2 or each in self.owned:  # stage 1 keeps other ranks' until backward ends
                 self.free(self.large.pop(each, None))
 
-    def _copy_ranges(self, members: Sequence[int], stream: int) -> None:
-        """Ranges of several ranks in a bucket are copied together to be reduced (allreduce_and_scatter)."""
-        ranges: list[tuple[int, int]] = []
-        """Owner and elements."""
-        for each in members:
-            begin = self.ends[each]
-            while begin < self.ends[each + 1]:
-                owner = begin // self.part
-                end = min(self.ends[each + 1], (owner + 1) * self.part)
-                before = ranges.pop()[1] if ranges and ranges[-1][0] == owner else 0
-                ranges.append((owner, before + end - begin))
-                begin = end
-        if len(ranges) > 1 and self.settings.sends_ranges:
-            self.pulse(self.element * sum(elements for _, elements in ranges), stream=stream)
-
-    def end_backward(self, number: int) -> None:
-        if self.stage == 0 and self.ranks > 1 and number == self.micro_batches - 1:
-            bucket = min(self.flat, stages_0_to_2.ENGINE_BUCKET_ELEMENTS)
-            self.pulse(self.element * bucket)
-        if self.stage and self.kept and number == self.micro_batches - 1:
+    def end_backward(self) -> None:
+        is_last = self.is_last_micro_batch
+        if self.stage == 0 and self.ranks > 1 and is_last:
+            self.pulse(self.element * min(self.flat, stages_0_to_2.ENGINE_BUCKET_ELEMENTS))
+        if self.stage and self.kept and is_last:
             # Stage 1 reduces once every gradient exists: each is freed as it moves into the bucket.
             for each in sorted(self.kept):
                 self._put_into_bucket(each, self.kept.pop(each))
         self._reduce()
         self.free(*self.large.values())
         self.large.clear()
-        if self.stage == 2 or number == self.micro_batches - 1:
+        if self.stage == 2 or is_last:
             self.free(*self.buckets)
             self.buckets = []
         # A later micro-batch's gradients are added to the first one's.
-        if number == 0 or not self.uses_bucket:
+        if self.number == 0 or not self.uses_bucket:
             self.reduced_gradients += self.own_gradients
         else:
             self.free(*self.own_gradients)
@@ -399,7 +390,16 @@ class _Stage0To2(Rank):
     def update(self) -> None:
         master = self.settings.master_bytes
         if self.stage == 0:
-            self._update_unpartitioned()
+            # 16-bit gradients are cast one by one, and DeepSpeed's fused optimizer flattens them.
+            casts = [self.allocate(FP32_BYTES * each) for each in self.tensors] if self.is_wrapped else []
+            if self.is_flat:
+                flat = self.allocate(FP32_BYTES * self.flat)
+                self.free(*casts, *self.kept.values())
+                self.kept.clear()
+                casts = [flat]
+            self._step()
+            self.free(*casts, *self.kept.values())
+            self.kept.clear()
         elif not self.offloads:
             for elements in self.owned.values():
                 self.pulse(NORM_BYTES * elements)
@@ -409,18 +409,6 @@ class _Stage0To2(Rank):
             self.reduced_gradients = []
             self._step()
             self.free(gradient)
-
-    def _update_unpartitioned(self) -> None:
-        """Stage 0: 16-bit gradients are cast one by one, and DeepSpeed's fused optimizer flattens them."""
-        casts = [self.allocate(FP32_BYTES * each) for each in self.tensors] if self.is_wrapped else []
-        if self.is_flat:
-            flat = self.allocate(FP32_BYTES * self.flat)
-            self.free(*casts, *self.kept.values())
-            self.kept.clear()
-            casts = [flat]
-        self._step()
-        self.free(*casts, *self.kept.values())
-        self.kept.clear()
 
 
 class _Stage3(Rank):
@@ -639,15 +627,15 @@ class _Stage3(Rank):
             # Each part goes to the host and comes back; its norm is taken, and it is cast (partition_grads).
             for part in parts:
                 again = self.allocate(self.inputs.accumulated * part, stream)
-                if self.number == self.micro_batches - 1:
+                if self.is_last_micro_batch:
                     self.pulse(NORM_BYTES * min(part, stage_3.NORM_PIECE_ELEMENTS), stream=stream)
                     self.pulse(settings.master_bytes * part, stream=stream)
                 self.free(again)
         self.free(copy, *self.large)
-        self.reductions.append(self.allocator.pending_count() - sum(self.reductions))
+        self.reductions.append(len(self.allocator.pending) - sum(self.reductions))
         self.large, self.members, self.bucket_elements = [], [], 0
 
-    def end_backward(self, number: int) -> None:  # noqa: ARG002
+    def end_backward(self) -> None:
         self._reduce()
         self.allocator.finish_pending()
         self.is_traced = True
@@ -672,7 +660,6 @@ class _Stage3(Rank):
                 self.make_moments(group)
                 self.pulse(self.inputs.torch_step * group)
                 self.free(gradient)
-            self.has_moments = True
         self.staying = {each: self.allocate(self.element * self.parts[each] * self.ranks) for each in self.persistent}
         self.order = []
 
@@ -706,19 +693,18 @@ class _Ddp(Rank):
             self.is_rebuilt = True
 
     def take_gradient(self, parameter: int, storage: int) -> None:
-        if self.number < self.micro_batches - 1:  # stays a tensor of its own
+        if not self.is_last_micro_batch:  # stays a tensor of its own
             self.kept[parameter] = self.storages.pop(storage, None)
             return
         self.free(self.kept.pop(parameter, None))
         self.ready.append(FP32_BYTES * self.tensors[parameter])
 
-    def end_backward(self, number: int) -> None:
+    def end_backward(self) -> None:
         """Nothing is left to do."""
 
     def update(self) -> None:
         for each in self.trained:
             self.make_moments(self.tensors[each])
-        self.has_moments = True
 
 
 class Fsdp2(Rank):
@@ -792,7 +778,7 @@ class Fsdp2(Rank):
         self.reduce_buffer = buffer
         self.shards.append(self.allocate(self.state_bytes * size, _REDUCE))
 
-    def end_backward(self, number: int) -> None:  # noqa: ARG002
+    def end_backward(self) -> None:
         for group in sorted(self.gradients, reverse=True):
             self._reduce(group)
         for blocks in self.gathered.values():
@@ -802,5 +788,4 @@ class Fsdp2(Rank):
     def update(self) -> None:
         for part in self.parts:
             self.make_moments(part)
-        self.has_moments = True
         self.free(*self.shards)

@@ -111,7 +111,14 @@ def _answer(request: Mapping[str, Any], precision: Precision, starts_child: bool
     key = f"{key}_{precision}_trace"
     answer = _known.get(key) or model_profile.cached_answer(key)
     if answer is None and starts_child and not missing_packages(MODEL_PACKAGES):
-        requests = _requests_of_rows(request)
+        # Also traced: what other rows with the same model need, at a different stage or with checkpointing.
+        shared = {name: value for name, value in request.items() if name != "efficient_linear"}
+        is_frozen = any(name in request for name in ("lora", "freeze", "efficient_linear"))
+        requests = [
+            {**shared, "checkpointing": checkpointing, **linear}
+            for checkpointing in sorted({request["checkpointing"], True})
+            for linear in [{}, {"efficient_linear": True}][: 1 + is_frozen]
+        ]
         answers = make_traces([{**each, "precisions": [precision]} for each in requests])
         for each, made in zip(requests, answers, strict=True):
             made_key = f"{model_profile.request_key(each)}_{precision}_trace"
@@ -123,17 +130,6 @@ def _answer(request: Mapping[str, Any], precision: Precision, starts_child: bool
     if answer is not None:
         _known[key] = answer
     return answer or {}
-
-
-def _requests_of_rows(request: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The request, and those of other rows with the same model: at a different stage, or with checkpointing."""
-    shared = {name: value for name, value in request.items() if name != "efficient_linear"}
-    is_frozen = any(name in request for name in ("lora", "freeze", "efficient_linear"))
-    return [
-        {**shared, "checkpointing": checkpointing, **linear}
-        for checkpointing in sorted({request["checkpointing"], True})
-        for linear in [{}, {"efficient_linear": True}][: 1 + is_frozen]
-    ]
 
 
 def make_traces(

@@ -6,7 +6,7 @@ the allocator releases its cache, so a trial runs in less memory than it reserve
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from ..units import from_gb
@@ -65,10 +65,6 @@ class GpuNeed:
     def known_reserved_bytes(self) -> int | None:
         """``reserved_bytes``; None if a part is not counted."""
         return None if self.is_lower_bound else self.reserved_bytes
-
-    def with_varying_lengths(self) -> GpuNeed:
-        """Return the need if sequences vary in length up to the predicted one."""
-        return replace(self, reserved_bytes=round((1 + VARYING_PERCENT / 100) * self.reserved_bytes))
 
     def verdict(self, capacity_bytes: int) -> str:
         """Return ``fits``, ``tight`` (allocations may be retried, which is slower, or fail) or ``does not fit``."""

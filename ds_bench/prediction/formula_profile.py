@@ -94,8 +94,6 @@ def with_loss(profile: ModelProfile, facts: ModelFacts, name: LossName) -> Model
     most 2 x tokens x hidden / vocabulary tokens, and which adds up the gradient in fp32). ``chunked`` keeps logits in
     the number format of training (deepspeed/runtime/chunked_cross_entropy.py).
     """
-    if name == "model":
-        return profile
     vocabulary, hidden = facts.vocabulary_size, facts.hidden_size
 
     def changed(activations: Activations, size: int) -> Activations:
@@ -114,11 +112,9 @@ def with_loss(profile: ModelProfile, facts: ModelFacts, name: LossName) -> Model
             else:
                 peak = {"bs": 3 * size * hidden, "1": (size + FP32_BYTES) * vocabulary * hidden}
 
-        def add(polynomial: Polynomial, *terms: Mapping[str, float]) -> Polynomial:
-            total = dict(polynomial.fixed)
-            for term, value in (each for one in terms for each in one.items()):
-                total[term] = total.get(term, 0) + value
-            return replace(polynomial, fixed=total)
+        def add(polynomial: Polynomial, terms: Mapping[str, float]) -> Polynomial:
+            sums = {term: polynomial.fixed.get(term, 0) + value for term, value in terms.items()}
+            return replace(polynomial, fixed={**polynomial.fixed, **sums})
 
         plain = add(activations.plain, kept)
         checkpointed = activations.checkpointed

@@ -121,11 +121,6 @@ class ZeroSettings:
             swap_alignment_bytes=1024 * _number(aio, "intra_op_parallelism", 1),
         )
 
-    @property
-    def bucket_formats(self) -> int:
-        """Number of formats of sent gradients; each has its own buckets (torch_autocast.py)."""
-        return 2 if self.autocast else 1
-
 
 def unpredicted_settings(config: Mapping[str, Any], *, only_more: bool = False) -> list[str]:
     """Name the features in a DeepSpeed configuration whose memory the formulas do not cover; in most cases none.

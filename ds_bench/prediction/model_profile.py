@@ -320,9 +320,12 @@ def measure_profile(
         "precisions": sorted(set(_FORMATS.values())),
         **_variant_request(variant, accelerator),
     }
-    # Answers about a factory or a Hub model are not kept, because either may change under the same name.
-    code = _hash_code(name) if source == "path" else None
-    key = None if code is None else request_key({**request, "code": code})
+    # Only answers about a folder are kept: a factory and a Hub model may change under the same name.
+    key = None
+    files = sorted(Path(name).glob("*")) if source == "path" else []
+    files = [file for file in files if file.suffix in (".json", ".py") and file.is_file()]
+    if files and sum(file.stat().st_size for file in files) <= _MAX_CODE_BYTES:
+        key = request_key({**request, "code": _hash_files(files)})
     answer = (cached_answer(key) if key else None) or _measure(name, request, key, environment)
     profile = ModelProfile.from_answer(name, 1, False, answer)
     if profile.frozen and not profile.parameters:
@@ -331,14 +334,6 @@ def measure_profile(
             remedy="leave some parameters of the model trainable",
         )
     return profile
-
-
-def _hash_code(path: str) -> str | None:
-    """Return a hash of the files that build a folder's model; None if there are none, or if they are too large."""
-    files = [file for file in sorted(Path(path).glob("*")) if file.suffix in (".json", ".py") and file.is_file()]
-    if not files or sum(file.stat().st_size for file in files) > _MAX_CODE_BYTES:
-        return None
-    return _hash_files(files)
 
 
 def _hash_files(files: Iterable[Path]) -> str:

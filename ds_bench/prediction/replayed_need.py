@@ -1,6 +1,6 @@
 """Narrows down a trial's need for GPU memory by replaying its allocations, where the rule leaves a verdict open.
 
-The rule (``GpuNeed.by_rule``) decides clear rows, far from the GPU's memory. A row near it is replayed, which takes a
+The rule (``GpuNeed.by_rule``) decides rows whose need is far from the GPU's memory. Others are replayed, which takes a
 fraction of a second.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, Literal
 from ..config.spec import Engine, Placement, Trial, Workload
 from . import allocation_replay, allocation_trace, model_profile
 from .allocation_trace import Event, TraceVariant
-from .fit_verdict import GpuNeed
+from .fit_verdict import VARYING_PERCENT, GpuNeed
 from .inputs import MemoryInputs
 from .model_profile import ModelProfile, Variant, variant_of
 from .predicted_memory import WORKSPACES, Prediction, inputs_of, predict
@@ -25,13 +25,13 @@ ReplayMode = Literal["near", "never", "always"]
 ChildTraces = Literal["none", "usual", "all"]
 """Which traces a child process may make if neither the package nor the user's cache has them: none, those that rows
 usually need, or also those that only references and remedies need."""
-_SMALLER_LEAST, _LARGER_RESERVED = 0.8, 1.3
+_NEAR_FROM_LEAST, _NEAR_TO_RESERVED = 0.8, 1.3
 """Multiples of the rule's figures between which a GPU is near a trial's need. Replays of eight strategies of
 Llama-3.1-8B and GPT-2 (2 and 8 GPUs, 512 and 4,096 tokens, with and without checkpointing) need 0.81 to 1.21 times the
 rule's least memory and reserve up to 1.26 times its estimate."""
 _LENGTHS = 8
-"""Number of steps, growing evenly up to the longest, that represent varying lengths: no cached block is large enough
-for a longer sequence, so this order reserves a lot."""
+"""Number of steps, of lengths that grow evenly up to the longest, that represent varying lengths: no cached block is
+large enough for a longer sequence, so this order reserves a lot."""
 
 AUTOCAST, TILED_LOSS = "DDP under autocast", "the tiled loss"
 """Traced only on demand: just references and remedies use them, and a trace takes a child process some seconds."""
@@ -64,8 +64,8 @@ def predict_near(
     ds_config: Mapping[str, Any],
     gpu_capacity_bytes: int | None,
     *,
-    engine: Engine = "deepspeed",
-    ranks_per_node: int | None = None,
+    engine: Engine,
+    ranks_per_node: int,
     mode: ReplayMode = "near",
     loads_weights: bool = False,
     varying_lengths: bool = False,
@@ -80,17 +80,24 @@ def predict_near(
     ``verdict_only``: do not search for the least memory of a replayed trial, but only find out whether the GPU has it,
     in two replays instead of eight. ``variables``: environment variables of the row's ranks.
     """
-    how: dict[str, Any] = {"engine": engine, "ranks_per_node": ranks_per_node, "loads_weights": loads_weights}
-    found = predict(profile, workload, placement, ds_config, **how)
+    found = predict(
+        profile,
+        workload,
+        placement,
+        ds_config,
+        engine=engine,
+        ranks_per_node=ranks_per_node,
+        loads_weights=loads_weights,
+    )
     rule = found.need
     if rule is None:
         return found
     if varying_lengths:
-        rule = rule.with_varying_lengths()
+        rule = replace(rule, reserved_bytes=round((1 + VARYING_PERCENT / 100) * rule.reserved_bytes))
         found = replace(found, need=rule)
     is_near = (
         gpu_capacity_bytes is not None
-        and _SMALLER_LEAST * rule.least_bytes <= gpu_capacity_bytes < _LARGER_RESERVED * rule.reserved_bytes
+        and _NEAR_FROM_LEAST * rule.least_bytes <= gpu_capacity_bytes < _NEAR_TO_RESERVED * rule.reserved_bytes
     )
     if mode == "never" or (mode == "near" and not is_near) or found.unknown is not None or rule.unknowns:
         return found
@@ -121,7 +128,7 @@ def predict_near(
         )
         if need is not None:
             return replace(found, need=need)
-    return replace(found, need=replace(rule, not_replayed=obstacle or "a model without a trace"))
+    return replace(found, need=replace(rule, not_replayed=obstacle or "the lack of a trace of this model"))
 
 
 def _untraced(variant: Variant, engine: Engine, *, on_demand: bool) -> str | None:

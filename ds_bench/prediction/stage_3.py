@@ -44,7 +44,11 @@ def ledger_by_phase(inputs: MemoryInputs) -> Phases:
     # The largest gradient before it is split, and the copy of a bucket that reduce-scatter sends, which is at
     # most as large as all gradients (comm/coalesced_collectives.py).
     sent = min(settings.reduce_bucket_elements, inputs.profile.parameters) if inputs.data_parallel_size > 1 else 0
-    temporaries = inputs.element * max(tensors) + inputs.sent * sent + _norm(inputs, parts)
+    temporaries = inputs.element * max(tensors) + inputs.sent * sent
+    if settings.offload_optimizer:
+        # The largest part's gradient on the accelerator and the fp64 copy, made piece by piece, from which its norm is
+        # computed (zero/stage3.py, partition_grads, _constant_buffered_norm2).
+        temporaries += inputs.accumulated * max(parts) + NORM_BYTES * min(max(parts), NORM_PIECE_ELEMENTS)
     return {
         "forward": builder.plus(parameters=resting, gathered_parameters=moving),
         "backward": builder.plus(parameters=resting, gathered_parameters=moving, temporaries=temporaries),
@@ -152,7 +156,15 @@ def _states(inputs: MemoryInputs, groups: list[list[int]], builder: LedgerBuilde
         count = sum(group)
         # The swap files hold the master's gradient too. Smaller groups stay in host memory, as with CPU offload.
         if swaps and _swapped(count, master, inputs):
-            _swapped_states(inputs, group, builder)
+            builder.add("nvme", "optimizer_states", inputs.state * _aligned(count, master, inputs))
+            # Each gradient that is large enough has a file. Smaller ones stay in memory, and so does one whose last
+            # block is incomplete, as a view keeps the whole tensor (swap_tensor/optimizer_utils.py,
+            # _swap_out_gradients, _adjust_for_misaligned_lengths).
+            unit = settings.swap_alignment_bytes // master
+            for part in group:
+                written = part // unit * unit if _swapped(part, master, inputs) else 0
+                builder.add("nvme", "optimizer_states", master * written)
+                builder.add("cpu", "deepspeed_buffers", master * (part if part != written else 0))
             continue
         tier = "gpu" if number < kept_on_gpu else "cpu"
         builder.add(tier, "optimizer_states", inputs.state * count)
@@ -165,31 +177,10 @@ def _states(inputs: MemoryInputs, groups: list[list[int]], builder: LedgerBuilde
         builder.add("cpu", "deepspeed_buffers", master * largest * settings.optimizer_buffers)
 
 
-def _swapped_states(inputs: MemoryInputs, group: list[int], builder: LedgerBuilder) -> None:
-    """Add the swap files of a group: one per state, and one per gradient that is large enough. Smaller gradients stay
-    in memory, and so does a gradient whose last block is incomplete, as a view keeps the whole tensor
-    (swap_tensor/optimizer_utils.py, _swap_out_gradients, _adjust_for_misaligned_lengths)."""
-    master = inputs.settings.master_bytes
-    unit = inputs.settings.swap_alignment_bytes // master
-    builder.add("nvme", "optimizer_states", inputs.state * _aligned(sum(group), master, inputs))
-    for part in group:
-        written = part // unit * unit if _swapped(part, master, inputs) else 0
-        builder.add("nvme", "optimizer_states", master * written)
-        builder.add("cpu", "deepspeed_buffers", master * (part if part != written else 0))
-
-
-def _norm(inputs: MemoryInputs, parts: Sequence[int]) -> int:
-    """With the optimizer offloaded, bytes of the largest part's gradient on the accelerator and of the fp64 copy, made
-    piece by piece, from which its norm is computed (zero/stage3.py, partition_grads, _constant_buffered_norm2)."""
-    if not inputs.settings.offload_optimizer:
-        return 0
-    return inputs.accumulated * max(parts) + NORM_BYTES * min(max(parts), NORM_PIECE_ELEMENTS)
-
-
 def _step(inputs: MemoryInputs, groups: list[list[int]], builder: LedgerBuilder) -> Phases:
     """Ledgers of the optimizer step. The norm is computed for one tensor's part at a time, in fp64 (zero/stage3.py,
     get_grad_norm_direct); then each sub-group is flattened and cast to fp32 (_prepare_fp32_grad_for_sub_group)."""
-    # With offload, the norm was computed during backward (``_norm``), and fp32 gradients have a permanent place.
+    # With offload, the norm was computed during backward, and fp32 gradients have a permanent place.
     if inputs.settings.offload_optimizer:
         return {"flatten": builder.ledger, "update": builder.ledger}
     largest, norm = max(map(sum, groups)), NORM_BYTES * max(part for group in groups for part in group)

@@ -33,8 +33,18 @@ def ledger_by_phase(inputs: MemoryInputs) -> Phases:
     builder.add("gpu", "optimizer_states", inputs.state * part)
     # engine.py, _do_optimizer_sanity_check
     settings = inputs.settings
-    in_bf16_optimizer = inputs.precision == "bf16" and settings.fp32_accumulation and settings.stage == 1
-    return _bf16_optimizer(inputs, part, builder) if in_bf16_optimizer else _partitioned(inputs, part, builder)
+    if not (inputs.precision == "bf16" and settings.fp32_accumulation and settings.stage == 1):
+        return _partitioned(inputs, part, builder)
+    # Every rank accumulates all gradients in fp32 from the start (bf16_optimizer.py, _setup_for_real_optimizer).
+    builder.add("gpu", "gradients", FP32_BYTES * flat)
+    single = builder.plus(gradients=inputs.element * inputs.profile.parameters)
+    return {
+        "forward": builder.ledger,
+        "backward": single,
+        "reduced": single,
+        "flatten": builder.ledger,
+        "update": builder.plus(square_roots=inputs.torch_step * part),
+    }
 
 
 def _unpartitioned(inputs: MemoryInputs) -> Phases:
@@ -70,7 +80,9 @@ def bucket_bytes(inputs: MemoryInputs) -> int:
     # At stage 1 the bucket holds accumulated gradients, at stage 2 gradients as backward makes them
     # (_gradient_reduction_buffer_dtype). With overlap there are two, so that one is filled while the other is sent.
     element = inputs.accumulated if settings.stage == 1 else inputs.element
-    return element * settings.reduce_bucket_elements * settings.bucket_formats * (2 if settings.overlap_comm else 1)
+    # Under torch_autocast, gradients are sent in two number formats, each with its own buckets (torch_autocast.py).
+    count = (2 if settings.autocast else 1) * (2 if settings.overlap_comm else 1)
+    return element * settings.reduce_bucket_elements * count
 
 
 def _copy_to_send(inputs: MemoryInputs) -> int:
@@ -144,7 +156,7 @@ def _partitioned(inputs: MemoryInputs, part: int, builder: LedgerBuilder) -> Pha
     # ``kept``: gradients after the reduction. ``every``: gradients at their peak, with ``extra`` as temporaries.
     kept = every = inputs.element * _owned_elements(inputs)
     extra = max(inputs.profile.tensors) * inputs.element
-    if _keeps_every_gradient(inputs):
+    if inputs.settings.stage == 1 and not reduces_meanwhile(inputs):
         extra = kept = inputs.accumulated * _owned_elements(inputs)
         every = inputs.accumulated * inputs.profile.parameters
     elif inputs.settings.stage == 1:  # reduced during backward
@@ -168,14 +180,9 @@ def _partitioned(inputs: MemoryInputs, part: int, builder: LedgerBuilder) -> Pha
     }
 
 
-def _keeps_every_gradient(inputs: MemoryInputs) -> bool:
-    """Whether all gradients of other ranks' parts stay until the last one exists: at stage 1, unless they go into a
-    bucket and are reduced during backward (zero/stage_1_and_2.py, reduce_gradients, reduce_ipg_grads)."""
-    return inputs.settings.stage == 1 and not reduces_meanwhile(inputs)
-
-
 def reduces_meanwhile(inputs: MemoryInputs) -> bool:
-    """Whether stage 1 moves each gradient into a bucket, which is reduced during backward."""
+    """Whether stage 1 moves each gradient into a bucket, which is reduced during backward. If not, all gradients stay
+    until the last one exists (zero/stage_1_and_2.py, reduce_gradients, reduce_ipg_grads)."""
     settings = inputs.settings
     buckets = settings.overlap_comm and (settings.contiguous_gradients or settings.offload_optimizer is not None)
     return settings.stage == 1 and buckets and inputs.grad_accum == 1 and not inputs.accumulates_apart
@@ -201,12 +208,13 @@ def _offloaded(inputs: MemoryInputs, part: int, builder: LedgerBuilder) -> Phase
         builder.add("cpu", "gradients", inputs.element * _owned_elements(inputs))
     if inputs.accumulates_apart:  # _get_compact_grad_partition_buffer
         builder.add("gpu", "gradients", FP32_BYTES * part)
-    every = inputs.accumulated * inputs.profile.parameters if _keeps_every_gradient(inputs) else 0
+    keeps_all = settings.stage == 1 and not reduces_meanwhile(inputs)
+    every = inputs.accumulated * inputs.profile.parameters if keeps_all else 0
     if reduces_meanwhile(inputs):
         every = inputs.element * _large_gradients(inputs)[1]
+    in_flight = (0 if keeps_all else single) + _copy_to_send(inputs)
     bucket = bucket_bytes(inputs)
     inner = _norm_bytes(tensors[1:] if inputs.profile.trains_tied_embeddings else tensors, part)
-    in_flight = (0 if _keeps_every_gradient(inputs) else single) + _copy_to_send(inputs)
     return {
         "forward": builder.plus(gradients=every if inputs.grad_accum > 1 else 0),
         "backward": builder.plus(gradients=every, deepspeed_buffers=bucket, temporaries=in_flight + inner),
@@ -215,18 +223,4 @@ def _offloaded(inputs: MemoryInputs, part: int, builder: LedgerBuilder) -> Phase
         ),
         "flatten": builder.ledger,
         "update": builder.ledger,
-    }
-
-
-def _bf16_optimizer(inputs: MemoryInputs, part: int, builder: LedgerBuilder) -> Phases:
-    """Ledgers where every rank accumulates all gradients in fp32 from the start (bf16_optimizer.py,
-    _setup_for_real_optimizer)."""
-    builder.add("gpu", "gradients", FP32_BYTES * part * inputs.data_parallel_size)
-    single = builder.plus(gradients=inputs.element * inputs.profile.parameters)
-    return {
-        "forward": builder.ledger,
-        "backward": single,
-        "reduced": single,
-        "flatten": builder.ledger,
-        "update": builder.plus(square_roots=inputs.torch_step * part),
     }

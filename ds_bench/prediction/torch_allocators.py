@@ -69,7 +69,8 @@ class CachingAllocator:
         self._pools: dict[tuple[int, bool], _Pool] = {}
         self._last: dict[tuple[int, bool], Block] = {}
         """With expandable segments, the last block of each pool's address range."""
-        self._pending: list[Block] = []
+        self.pending: list[Block] = []
+        """Freed blocks that another stream still uses, oldest first."""
         self._segments = 0
 
     def allocate(self, size_bytes: int, stream: int = 0) -> Block:
@@ -103,18 +104,14 @@ class CachingAllocator:
         reused before ``finish_pending``, although it no longer counts as allocated."""
         self.allocated_bytes -= block.size
         if is_pending:
-            self._pending.append(block)
+            self.pending.append(block)
         else:
             self._add_free(block)
 
-    def pending_count(self) -> int:
-        """Return how many blocks wait for another stream."""
-        return len(self._pending)
-
     def finish_pending(self, count: int | None = None) -> None:
         """Let the oldest ``count`` blocks that wait for another stream be reused; None for all."""
-        done = self._pending[:count]
-        del self._pending[:count]
+        done = self.pending[:count]
+        del self.pending[:count]
         for block in done:
             self._add_free(block)
 

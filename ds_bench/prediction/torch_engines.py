@@ -20,19 +20,15 @@ DDP_BUCKET_BYTES, DDP_BROADCAST_BYTES = DDP_BUCKET_MB * 2**20, 250 * 2**20
 def ledger_by_phase(inputs: MemoryInputs) -> Phases:
     """Compute one rank's ledgers for the engine of ``inputs``, or for a model's passes without an optimizer."""
     builder = LedgerBuilder()
-    if inputs.pass_type == "train":
-        return _ddp(inputs, builder) if inputs.engine == "ddp" else _fsdp2(inputs, builder)
-    # Without an optimizer: parameters in the number format of training, and gradients if there is a backward pass.
-    size = inputs.element * inputs.profile.parameters
-    builder.add("gpu", "parameters", size)
-    after = builder.plus(gradients=size if inputs.pass_type == "forward_backward" else 0)
-    return {"forward": builder.ledger, "backward": after, "reduced": after, "flatten": after, "update": after}
-
-
-def _ddp(inputs: MemoryInputs, builder: LedgerBuilder) -> Phases:
-    """Ledgers of DDP: every rank holds everything, and gradients are views into permanent buckets
-    (nn/parallel/distributed.py, gradient_as_bucket_view). While micro-batches are accumulated, gradients are tensors of
-    their own."""
+    if inputs.pass_type != "train":  # parameters in the number format of training, gradients after a backward pass
+        size = inputs.element * inputs.profile.parameters
+        builder.add("gpu", "parameters", size)
+        after = builder.plus(gradients=size if inputs.pass_type == "forward_backward" else 0)
+        return {"forward": builder.ledger, "backward": after, "reduced": after, "flatten": after, "update": after}
+    if inputs.engine == "fsdp2":
+        return _fsdp2(inputs, builder)
+    # DDP: every rank holds everything, and gradients are views into permanent buckets (nn/parallel/distributed.py,
+    # gradient_as_bucket_view). While micro-batches are accumulated, gradients are tensors of their own.
     size = FP32_BYTES * inputs.profile.parameters
     builder.add("gpu", "parameters", size)
     builder.add("gpu", "optimizer_states", inputs.settings.moments * size)
@@ -76,9 +72,10 @@ def _fsdp2(inputs: MemoryInputs, builder: LedgerBuilder) -> Phases:
     """Ledgers of FSDP2: fp32 parts of every tensor, split by rows, and gathered groups in the number format of training
     (distributed/fsdp/_fully_shard).
 
-    The group of the tensors outside the blocks stays gathered from the forward pass to the end of backward. The
-    current block is gathered, and the next one into a flat buffer. Backward adds the block's gradients and the flat
-    copy of them that is reduced. Whole gradients of all groups are held while micro-batches are accumulated.
+    The group of the tensors outside the blocks stays gathered from the forward pass to the end of backward. The current
+    block is gathered, and the next is being gathered into a flat buffer. Backward adds the gradients of that group and
+    of the block, and the flat copy of the block's that is reduced. Whole gradients of all groups are held while
+    micro-batches are accumulated.
     """
     profile, element, ranks = inputs.profile, inputs.element, inputs.data_parallel_size
     parts = row_parts(profile, ranks)

@@ -105,7 +105,7 @@ def profile_model(
 ) -> ModelProfile | Unpredicted:
     """Find the sizes of a model's tensors and activations.
 
-    They are computed by formula with a ``choice`` or for a model that is not built, stored for a preset, and otherwise
+    They are computed by formula if there is a ``choice`` or the model is not built, stored for a preset, and otherwise
     measured in a child process.
 
     ``dropout``: None for the model's own. ``variants``: those needed in addition to the usual one. ``environment``:
@@ -160,7 +160,7 @@ def profile_model(
     if isinstance(usual, Unpredicted):
         return usual
     profiles = {}
-    # Liger's kernels need a GPU.
+    # By formula: Liger's kernels need a GPU, and ``losses_by_formula`` saves time.
     losses = [
         each
         for each in variants
@@ -177,7 +177,10 @@ def profile_model(
 
 
 def architecture_of(model: ResolvedModel) -> Architecture:
-    """Return the tensors of a model by formula. Raises UsageError for an unknown family and for a factory's model."""
+    """Return the architecture of a model, from which its tensors are computed.
+
+    Raises UsageError for an unknown family and for a factory's model.
+    """
     if model.architecture is not None:
         return model.architecture
     if model.facts is None:
@@ -188,7 +191,7 @@ def architecture_of(model: ResolvedModel) -> Architecture:
 
 
 def _with_losses(profile: ModelProfile, facts: ModelFacts | None, variants: Iterable[Variant]) -> ModelProfile:
-    """Return the profile with those variants, by formula, that differ from the usual one only in the loss."""
+    """Return the profile plus, by formula, the variants that differ from the usual one only in the loss."""
     known = {each: each.loss for each in variants if each != USUAL and each._replace(loss="model") == USUAL}
     if facts is None or facts.config.get("final_logit_softcapping"):  # other losses do not compute it
         return profile
@@ -220,7 +223,7 @@ def attach_predictions(
         try:
             prediction = predict_trial(profile, trial, capacity.gpu_bytes)
         except UNPREDICTABLE as error:
-            why = f"the configuration raises {type(error).__name__} ({error})"
+            why = f"predicting this configuration raises {type(error).__name__} ({error})"
             return _with_caveat(trial, f"memory is not predicted: {why}")
         if prediction.unknown is not None:
             trial = _with_caveat(trial, f"only activations are not predicted: {prediction.unknown}")
@@ -252,22 +255,22 @@ def _reason_to_skip(prediction: Prediction, capacity: MemoryCapacity, *, skip: b
     return f"predicted to need {format_bytes(need)} {unit}, but only {format_bytes(available)} is available; {remedy}"
 
 
-def with_changes(
+def with_savings(
     trial: Trial,
     profile: ModelProfile | Unpredicted | None,
     hidden_size: int | None = None,
     gpu_bytes: int | None = None,
     *,
-    is_short: bool,
+    lacked_memory: bool,
     replays: ReplayMode = "near",
 ) -> Trial:
     """Return a predicted trial with the memory that changes would save, for its record; unchanged without a prediction.
 
-    ``hidden_size``: the model's, which sizes small buffers; None if unknown. ``is_short``: whether the trial lacked
-    memory; if so, other configurations of its work are predicted too, and judged for GPUs of ``gpu_bytes`` as ``plan``
-    would judge them. That takes seconds if the needs of many are near that size. No child process is started.
+    ``hidden_size``: the model's, which sizes small buffers; None if unknown. ``lacked_memory``: the trial did; other
+    configurations for its workload are predicted too, and judged as ``plan`` would for GPUs of
+    ``gpu_bytes``. That takes seconds if the needs of many are near that size. No child process is started.
     """
-    workload, config = trial.workload, trial.ds_config
+    workload, config, num_gpus = trial.workload, trial.ds_config, trial.placement.num_gpus
     if trial.prediction is None or not isinstance(profile, ModelProfile) or workload.pass_type != "train":
         return trial
     batch_size = int(config.get("train_micro_batch_size_per_gpu", workload.batch_size))
@@ -280,12 +283,13 @@ def with_changes(
             configuration=trial.configuration,
             hidden_size=hidden_size,
             torch_adam=bool(config["optimizer"]["params"].get("torch_adam")),
-            ranks_per_node=trial.placement.ranks_per_node if trial.placement.num_nodes > 1 else None,
+            # A further node would be like this one, if it is large.
+            ranks_per_node=trial.placement.ranks_per_node if trial.placement.num_nodes > 1 else max(8, num_gpus),
             replays=replays,
             child_traces="none",
         )
         found = {"savings": [asdict(each) for each in what_if.savings(planned)]}
-        if is_short:
+        if lacked_memory:
             found["alternatives"] = [asdict(each) for each in what_if.alternatives(planned, gpu_bytes)]
     except (DsBenchError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
         return trial  # a configuration that the formulas cannot read
@@ -325,7 +329,8 @@ def peak_host_bytes(trials: Sequence[Trial]) -> int | None:
 
 
 def predicted_over_measured(record: TrialRecord) -> float | None:
-    """Return the ratio of predicted GPU memory to the allocator's highest peak on any rank in the training steps.
+    """Return the ratio of predicted GPU memory to the allocator's highest peak on any rank: in the training steps or,
+    if predicted there, before them.
 
     The overhead assumed outside the allocator is left out. None without a readable prediction, its activations or a
     measured GPU peak. On the CPU accelerator there is no ratio, because resident memory is not comparable with
@@ -373,7 +378,7 @@ def is_miss(ratio: float) -> bool:
 
 
 def is_gpu_miss(ratio: float, record: TrialRecord) -> bool:
-    """Return the same for a GPU's peak, but tolerate the allocator's rounding and small buffers of libraries."""
+    """Like :func:`is_miss`, for a GPU's peak, but tolerate the allocator's rounding and small buffers of libraries."""
     peak = max(measured_values(record.ranks, "gpu_peak_bytes"), default=0)
     return is_miss(ratio) and abs(ratio - 1) * peak >= _MIN_MISS_BYTES
 

@@ -18,13 +18,11 @@ from ..config.strategies import simplicity
 from ..units import format_items, format_series
 from .fit_verdict import DOES_NOT_FIT, FITS, TIGHT
 from .model_profile import ModelProfile
-from .predicted_memory import Alternative, Prediction, Saving, predict
+from .predicted_memory import Alternative, Prediction, Saving
 from .replayed_need import ChildTraces, ReplayMode, predict_near
 
 LARGEST_BATCH = 65536
 """Largest micro-batch that is tried: if it fits, the largest that fits may be larger."""
-_NODE = 8
-"""GPUs of further nodes, if ``ranks_per_node`` is not given and all GPUs of the trial are on one node."""
 _MAX_GPUS = 8192
 """Largest number of GPUs that is tried."""
 BUCKET_KEY = "zero_optimization.reduce_bucket_size"
@@ -40,8 +38,8 @@ class PlannedTrial:
     workload: Workload
     placement: Placement
     configuration: Configuration
-    ranks_per_node: int | None = None
-    """GPUs of a node; None: all ranks of this trial are on one node (see ``_NODE``)."""
+    ranks_per_node: int
+    """GPUs of a node; a trial with fewer is on one node."""
     hidden_size: int | None = None
     """The model's, which decides the size of small buffers; None if unknown."""
     changes: Mapping[str, Any] = field(default_factory=dict)
@@ -75,22 +73,15 @@ class PlannedTrial:
         )
 
     def predict(self) -> Prediction:
-        return predict(
-            self.profile,
-            self.workload,
-            self.placement,
-            self.config(),
-            engine=self.configuration.engine,
-            ranks_per_node=self.ranks_per_node,
-            loads_weights=self.loads_weights,
-        )
+        """Predict without a replay."""
+        return replace(self, replays="never").judge(None)
 
     def verdict(self, gpu_bytes: int, host_bytes: int | None = None) -> str:
         """Return the verdict, in a quarter of the time that ``judge`` takes."""
         return self.judge(gpu_bytes, verdict_only=True).verdict(gpu_bytes, host_bytes)
 
     def judge(self, gpu_bytes: int | None, *, verdict_only: bool = False) -> Prediction:
-        """Predict as ``predict`` does, and replay the trial if the verdict for a GPU of this size is open.
+        """Predict, and replay the trial if the verdict for a GPU of this size is open, unless ``replays`` differs.
 
         ``verdict_only``: see ``predict_near``.
         """
@@ -141,7 +132,7 @@ def alternatives(planned: PlannedTrial, gpu_bytes: int | None = None) -> list[Al
     that cheaper ones fail or do not act on what ran out. Micro-batches are halved; numbers of GPUs are 1.5 to 8
     times as large, in whole nodes above one.
     """
-    node, own = planned.ranks_per_node or _NODE, planned.placement.num_gpus
+    node, own = planned.ranks_per_node, planned.placement.num_gpus
 
     def halves(trial: PlannedTrial) -> Iterator[int]:
         size = trial.workload.batch_size
@@ -193,9 +184,7 @@ def with_settings(planned: PlannedTrial, settings: Settings) -> PlannedTrial:
             configuration = strategies.make_configuration(strategy, overlay(base, own), now.workload_changes)
             planned = replace(planned, configuration=replace(configuration, variables=now.variables))
         elif name == "num_gpus":
-            node = max(_NODE, planned.placement.num_gpus)
-            per_node = planned.ranks_per_node or (node if value > node else None)
-            planned = replace(planned, placement=replace(planned.placement, num_gpus=value), ranks_per_node=per_node)
+            planned = replace(planned, placement=replace(planned.placement, num_gpus=value))
         elif name == BUCKET_KEY:
             block = {"zero_optimization": {"reduce_bucket_size": value}}
             planned = replace(planned, changes=overlay(planned.changes, block))
@@ -265,7 +254,7 @@ def min_gpus(planned: PlannedTrial, gpu_bytes: int, host_bytes: int | None = Non
     def enough(count: int) -> bool:
         return fits(with_settings(planned, {"num_gpus": count}), gpu_bytes, host_bytes)
 
-    node, own = planned.ranks_per_node or _NODE, planned.placement.num_gpus
+    node, own = planned.ranks_per_node, planned.placement.num_gpus
     fewest, too_few = None, 0
     # 1, 2, 4 … below a node, then 1, 2, 4 … nodes: at least one, even if a node exceeds the largest number tried.
     counts = [count for power in range(node.bit_length()) if (count := 2**power) < node]
@@ -332,7 +321,7 @@ def smallest_change(planned: PlannedTrial, gpu_bytes: int, host_bytes: int | Non
     def other_gpus(trial: PlannedTrial) -> Iterator[int]:
         # Fewer if the node lacks memory, because every rank takes some of it; then more.
         if host_bytes is not None and trial.predict().host_bytes > host_bytes:
-            count = min(trial.placement.num_gpus, trial.ranks_per_node or trial.placement.num_gpus)
+            count = min(trial.placement.num_gpus, trial.ranks_per_node)
             while count := count // 2:
                 yield count
         needed = min_gpus(trial, gpu_bytes, host_bytes)
@@ -368,8 +357,6 @@ def cheapest_change(changes: Iterable[Change], num_gpus: int, gpu_bytes: int, ho
 
 _Numbers = Callable[[PlannedTrial], Iterator[int]]
 _CHECKPOINTING: Settings = {"activation_checkpointing": True}
-
-
 _TILED_LOSS: Settings = {"loss": "tiled"}
 
 

@@ -11,7 +11,7 @@ from ..analysis.comparison import Comparison, ComparisonRow, ratio_between
 from ..analysis.intervals import FEWEST_RUNS, RatioInterval, normal_range_quantile
 from ..analysis.trial_caveats import NEAR_CAPACITY
 from ..config import deepspeed_config
-from ..config.caveats import CPU_KINDS, CaveatKind, has_kind
+from ..config.caveat_texts import CPU_KINDS, CaveatKind, has_kind
 from ..config.deepspeed_config import paths_of
 from ..config.options import GOALS
 from ..config.spec import SAME_TRAINING_FIELDS, SEARCH_ACCURACY, Workload

@@ -34,6 +34,8 @@ TEMPLATES: Mapping[str, str] = {
     "use_longest": "Use {choice}: it trains sequences of {tokens:,} tokens, the longest; {why}.",
     "tie": "Too close to call between {rows}. Start with {choice}, the simplest.",
     "tie_for_memory": "Too close to call between {rows}. Start with {choice}, which needs less memory.",
+    "disturbed_tie": "Provisional: the CPU was busy during the run, and {rows} are too close to call. Start with "
+    "{choice}; run again when the CPU is idle.",
     "disturbed": "Provisional: the CPU was busy during the run. {choice} {looks}; run again when the CPU is idle.",
     "provisional": "After {runs}, a lead below {lead} may be chance.",
     "only": "the only {row} that can be recommended",
@@ -101,15 +103,17 @@ TEMPLATES: Mapping[str, str] = {
     "fragmented": "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or lower --batch-size",
     "disk_full": "free space on the full disk",
     "swap_disk_full": "free {need} on the swap disk, give a different --nvme-path, or try cpu_full",
-    "timeout": "run fewer than {steps} steps (--num-steps, --warmup-steps) or raise --timeout or --stall-timeout; if a "
-    "trial hung, read the stacks of its ranks (rank*.stacks next to the logs)",
+    "timeout": "raise --timeout, or run fewer than {steps} steps (--num-steps, --warmup-steps); if a trial hung, read "
+    "the stacks of its ranks (rank*.stacks next to the logs)",
+    "stalled": "read the stacks of its ranks (rank*.stacks next to the logs) to see where they waited; if they were "
+    "only slow, raise --stall-timeout",
     "timeout_at_start": "raise --timeout or --stall-timeout: training had not begun, so fewer steps do not help",
     "timeout_at_start_of_hosts": "raise --timeout or --stall-timeout (training had not begun, so fewer steps do not "
     "help), or name the interface between the hosts (export NCCL_SOCKET_IFNAME=…)",
     "killed": "check what killed the trial (scheduler limits, dmesg), then rerun it with --resume and --retry Killed",
     "crashed": f"read the end of the log, rebuild the ops ({invocation.command('ops')}), then run only that row",
     "crashed_script": "read the end of the log (the notes of --verbose show its path)",
-    "unsupported": "choose another configuration",
+    "unsupported": "see the cause of each row (✗): it says what to use instead",
     "skipped": "try a smaller micro-batch, more GPUs, a shorter --seq-length or a smaller model",
     "resume": "{command}",
     "interrupted": "continue with --resume RUN_DIR: rows are missing",
@@ -139,9 +143,9 @@ def flags(settings: Mapping[str, Any]) -> str:
     """Settings as flags: ``--batch-size 2 --stages 0 3``, ``--set KEY=VALUE``."""
     parts = []
     for name, value in settings.items():
-        flag = f"--set {name}=" if "." in name else f"--{name.replace('_', '-')}"
+        flag = f"--{name.replace('_', '-')}"
         if "." in name:
-            parts.append(f"{flag}{value}")
+            parts.append(f"--set {name}={value}")
         elif value is True:
             parts.append(flag)
         else:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..analysis.comparison import Comparison, ComparisonRow, ratio_between
 from ..analysis.intervals import FEWEST_RUNS
-from ..config.caveats import UNSTABLE_KINDS, Caveat, CaveatKind, has_kind
+from ..config.caveat_texts import UNSTABLE_KINDS, Caveat, CaveatKind, has_kind
 from ..records import schema
 from ..system.invocation import OpenCommand
 from ..units import BYTES_PER_GB, format_bytes, format_items, format_percent, format_rate
@@ -122,13 +122,21 @@ def recommend(comparison: Comparison, goal: str = "balanced", resume: OpenComman
     if decision is None or (eligible.left_out_as("not_comparable") and len(eligible.candidates) < 2):
         return _without_choice(comparison, eligible, goal, resume)
     choice, undecided = decision.choice, decision.undecided
+    chosen = comparison.row(choice.key)
     decide_by = Fact("run_idle") if eligible.disturbed else _command_to_decide(decision, comparison, resume)
     provisional = None
     if undecided and decision.fewest_runs < FEWEST_RUNS:
         lead = two_digits(max(decision.speeds.chance_lead(choice, row) for row in undecided))
         runs = runs_of_each([row.runs for row in (choice, *undecided)])
         provisional = Fact("provisional", {"runs": runs, "lead": lead})
-    if eligible.disturbed:
+    rivals = sorted((choice, *undecided), key=lambda row: row.complexity)
+    labels = [row.label for row in rivals]
+    named = format_list(labels) if sum(map(len, labels)) <= MAX_LETTERS_NAMED else f"{len(labels)} rows"
+    if all(row.label == f"ZeRO-{row.stage}" for row in rivals):
+        named = f"ZeRO-{format_list([str(row.stage) for row in rivals])}"
+    if eligible.disturbed and undecided and goal != "memory":
+        headline = Fact("disturbed_tie", {"choice": choice.label, "rows": named})
+    elif eligible.disturbed:
         rows = decision.speeds.candidates
         # For memory, rows with a different optimizer compete as well.
         compared = rows if goal == "memory" else decision.speeds.with_optimizer_of(choice)
@@ -139,24 +147,18 @@ def recommend(comparison: Comparison, goal: str = "balanced", resume: OpenComman
         if len(rows) == 1:
             looks = "is the only row that can be recommended"
         elif len(compared) == 1:
-            looks = f"is the only row that steps with {_optimizer_name(choice)}"
+            looks = f"is the only row that trains with {_optimizer_name(choice)}, so no row was compared with it"
         elif len(compared) < len(rows):
-            looks += f" of the rows that step with {_optimizer_name(choice)}"
+            looks += f" of the rows that train with {_optimizer_name(choice)}"
         headline = Fact("disturbed", {"choice": choice.label, "looks": looks})
     elif undecided:
-        rivals = sorted((choice, *undecided), key=lambda row: row.complexity)
-        labels = [row.label for row in rivals]
-        named = format_list(labels) if sum(map(len, labels)) <= MAX_LETTERS_NAMED else f"{len(labels)} rows"
-        if all(row.label == f"ZeRO-{row.stage}" for row in rivals):
-            named = f"ZeRO-{format_list([str(row.stage) for row in rivals])}"
         kind = "tie" if choice == decision.simplest_tied else "tie_for_memory"
         headline = Fact(kind, {"choice": choice.label, "rows": named})
     else:
         values = {"choice": choice.label, "why": _why(decision, eligible, comparison, goal)}
-        length = comparison.row(choice.key).longest_seq_length
+        length = chosen.longest_seq_length
         headline = Fact("use", values) if length is None else Fact("use_longest", {**values, "tokens": length})
     alternative = None if decide_by else _alternative(decision, eligible, comparison)
-    steps = _steps(comparison.row(choice.key), decide_by, comparison)
     return Recommendation(
         goal=goal,
         accelerator=comparison.accelerator,
@@ -170,8 +172,8 @@ def recommend(comparison: Comparison, goal: str = "balanced", resume: OpenComman
         alternative=alternative,
         facts=tuple(_facts(decision, eligible, comparison, alternative)),
         cost=_cost(decision, eligible),
-        try_next=next(_actions(comparison.row(choice.key), decide_by, eligible, comparison, resume), None),
-        next_steps=_once(steps),
+        try_next=next(_actions(chosen, decide_by, eligible, comparison, resume), None),
+        next_steps=_once(_steps(chosen, decide_by, comparison)),
     )
 
 
@@ -435,7 +437,7 @@ def _without_choice(
         headline = Fact("none_valid")
     else:
         counts = Counter(run.outcome.status for run in failed)
-        headline = Fact("none_trained", {"counts": [f"{count} × {status}" for status, count in counts.items()]})
+        headline = Fact("none_trained", {"counts": [f"{count} {status}" for status, count in counts.items()]})
     # Settings predicted to make a row train, else what to do about the cause.
     try_next = None
     if resume is not None and _was_interrupted(comparison):

@@ -1,6 +1,6 @@
 """What to do about a row that failed or is too full.
 
-There are no memory formulas here: ``prediction.what_if`` predicted every change when the trial had ended, and the
+There are no memory formulas here: ``prediction.what_if`` predicted every change after the trial ended, and the
 record holds the predictions (``Prediction.alternatives``). They are predictions, not promises.
 """
 
@@ -19,7 +19,7 @@ from ..prediction.predicted_memory import TIGHT_FRACTION, Alternative, Predictio
 from ..prediction.trial_predictions import stored_prediction
 from ..prediction.what_if import BUCKET_KEY, DEFAULT_BUCKET, SMALL_BUCKET, settings_text
 from ..records import schema
-from ..records.schema import Tier, TrialRecord, measured_values
+from ..records.schema import Tier, TrialRecord
 from ..units import BYTES_PER_GB, format_bytes, format_duration, format_items, format_series
 from .decision import RAN_OUT
 from .message_templates import Fact
@@ -37,7 +37,7 @@ class Ending(NamedTuple):
 
 def _timeout_remedy(run: Run) -> str:
     if run.outcome.phase not in ("hello", "import", "build", "init"):
-        return "timeout"
+        return "stalled" if run.outcome.kind == "stalled" else "timeout"
     # NCCL may have chosen the network bridge of a container or virtual machine.
     return "timeout_at_start_of_hosts" if run.trial.placement.num_nodes > 1 else "timeout_at_start"
 
@@ -357,8 +357,8 @@ def failed_setup(run: Run, comparison: Comparison, shortage: Shortage) -> Failed
     # Lowered by the memory that trained rows hold outside torch's allocator. Never raised, because a run with the
     # change is planned for the whole GPU.
     gpu_bytes = comparison.device_capacity_bytes
-    successes = [run.row for row in comparison.rows for run in row.successes]
-    outside: float | None = max(measured_values(successes, "gpu_outside_allocator_gb"), default=None)
+    measured = [size for row in comparison.rows for size in row.measured("gpu_outside_allocator_gb")]
+    outside: float | None = max(measured, default=None)
     if gpu_bytes is not None and outside is not None:
         outside_bytes = round(outside * BYTES_PER_GB)
         gpu_bytes -= max(0, outside_bytes - prediction.gpu.get("overhead", outside_bytes))

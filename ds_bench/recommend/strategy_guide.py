@@ -49,7 +49,7 @@ _REFERENCES: Mapping[str, _Texts] = {
     ),
     "fsdp2": (
         "you are choosing between ZeRO-3 and torch's own sharding; it is not a DeepSpeed configuration",
-        "a lower stage fits, or offload is needed",
+        "a ZeRO stage below 3 fits, or offload is needed",
         "fp32 parameters, gradients and optimizer states are partitioned; each block is gathered when needed",
     ),
 }
@@ -61,7 +61,8 @@ _OFFLOADS: Mapping[tuple[str, str], tuple[str, str]] = {
     ),
     ("cpu", "cpu"): (
         "not even the partitioned parameters fit, and the host has the memory",
-        "cpu_optimizer fits: parameters cross the link to the host for every forward and backward pass",
+        "the optimizer alone can be offloaded: parameters cross the link to the host for every forward and backward "
+        "pass",
     ),
     ("none", "cpu"): (
         "the partitioned parameters do not fit next to the optimizer states, and the host has the memory",
@@ -137,11 +138,11 @@ def traffic_text(
         held = parameters if configuration.offload_param == "none" else 2 * grad_accum * parameters
         moved = format_bytes(-(-size * ((parameters if steps_there else 0) + held) // num_gpus))
         where = ", which runs on the CPU" if steps_there else ""
-        costs.append(f"≥ {moved} between GPU and host per rank and optimizer step{where}")
+        costs.append(f"≥ {moved} between GPU and host per rank in each optimizer step{where}")
     states = model_states(parameters, num_gpus, configuration, precision).get("nvme", {}).get("optimizer_states", 0)
     if states:
         # Each state is read from the disk and written back.
-        costs.append(f"{format_bytes(2 * states)} of optimizer states read and written per rank and step")
+        costs.append(f"{format_bytes(2 * states)} of optimizer states read and written per rank in each step")
     return "; ".join(costs) or "no traffic: there is one GPU and nothing is offloaded"
 
 
@@ -154,14 +155,14 @@ RULES = {
     "memory is critical": "stage 3 with offload",
     "out of memory at stage 2": "stage 3, or offload",
     f"fits comfortably (under {_COMFORTABLE} of the card)": "stage 0 or 1",
-    "barely fits (from 80 % of the card)": "stage 2",
+    "barely fits (80 % of the card or more)": "stage 2",
 }
 """What a run shows → the strategy to choose."""
 
 
 def general_lines(num_gpus: int) -> list[str]:
     """Return the rules for any model, for use before anything has been measured."""
-    lines = ["Rules of thumb, by what a measured run shows:", *(f"  {when}: {then}" for when, then in RULES.items())]
+    lines = ["Rules of thumb:", *(f"  {when}: {then}" for when, then in RULES.items())]
     if num_gpus == 1:
         lines += [
             "On one GPU stages 1 to 3 partition nothing: instead of a higher stage use activation checkpointing, a",

@@ -37,7 +37,7 @@ class InvalidJsonError(ValueError):
 
 
 class InvalidValueError(ValueError):
-    """A value is not one that its field may hold. ``str()`` names the place and the reason."""
+    """A field has a value that it may not hold. ``str()`` names the place and the reason."""
 
     def __init__(self, place: Place, reason: str) -> None:
         super().__init__(f"{format_place(place)} {reason}".strip())
@@ -63,7 +63,7 @@ def unreadable(path: Path, error: OSError, kind: str, remedy: str) -> UsageError
         return UsageError(f"{path} is larger than any {kind}", remedy=remedy)
     if error.errno == errno.EINVAL:
         return UsageError(f"{path} {error.strerror}", remedy=remedy)
-    return UsageError(f"{path} cannot be read: {error.strerror}", remedy="give a file that you may read")
+    return UsageError(f"{path} cannot be read: {error.strerror}", remedy="give a file that you can read")
 
 
 def read_bytes(path: Path) -> bytes:

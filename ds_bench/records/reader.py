@@ -20,7 +20,7 @@ from . import json_files
 from .json_files import InvalidJsonError, InvalidValueError
 from .schema import SCHEMA_VERSION, TrialRecord
 
-_REMEDY = "give a result as ds_bench wrote it"
+_REMEDY = "use the result as ds_bench wrote it"
 _TRIALS = b' "trials": ['
 """Beginning of the line before the trials in run.json, as ``json_files.json_text`` writes it."""
 _HEAD = re.compile(rb'\{"trial": \{"trial_id": "([^"\\]+)", "repeat": (\d+), ')

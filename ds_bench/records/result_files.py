@@ -1,16 +1,12 @@
-"""Writes the flat JSON and CSV of a run: one row per trial, with the columns of ``Row`` (docs/metrics.md)."""
+"""The flat JSON and CSV of a run: one row per trial, with the columns of ``Row`` (docs/metrics.md)."""
 
 from __future__ import annotations
 
 import csv
 import io
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
-
-from ..system.files import write_texts
-from .json_files import json_text
 
 # From OWASP, "CSV Injection"; _cell has already replaced carriage returns with line feeds.
 _FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\n")
@@ -21,21 +17,6 @@ def flat_json_path(folder: Path) -> Path:
     prefix, _, stamp = folder.name.partition("_")
     stem = f"comparison_{stamp}" if prefix == "comparison" else f"{prefix}_comparison_{stamp}"
     return folder.parent.parent / f"{stem}.json"
-
-
-def write_rows(json_path: Path, rows: Sequence[Mapping[str, Any]], other_csv: Path | None = None) -> None:
-    """Replace a flat JSON and the CSV next to it; if one cannot be written, none changes.
-
-    ``other_csv``: a further CSV.
-    """
-    # JSON has neither NaN nor infinities, and json_text refuses them.
-    finite = [
-        {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()}
-        for row in rows
-    ]
-    text = csv_text(finite)
-    others = {} if other_csv is None else {other_csv: text}
-    write_texts({json_path: json_text(finite), json_path.with_suffix(".csv"): text, **others})
 
 
 def csv_text(rows: Iterable[Mapping[str, Any]]) -> str:

@@ -25,7 +25,7 @@ def require_same_machine(store: RunFolder, facts: Environment) -> None:
         raise UsageError(f"{store.folder} has no readable environment", remedy="start a new run")
     machine_differences = comparability_differences(earlier, facts)
     if machine_differences:
-        raise cannot_resume(store.folder, f"not the same machine: {'; '.join(machine_differences)}")
+        raise cannot_resume(store.folder, f"other hardware or versions: {'; '.join(machine_differences)}")
 
 
 def require_same_workload(store: RunFolder, trials: Sequence[Trial], leave_out: Sequence[str]) -> None:
@@ -98,7 +98,7 @@ def remaining_trials(trials: Sequence[Trial], done: Sequence[TrialRecord]) -> li
 
 
 def with_retries(store: RunFolder, statuses: Iterable[str]) -> RunFolder:
-    """Return the run with the records of trials that ended with one of ``statuses`` set aside; these run again."""
+    """Return the run, setting aside the records of trials that ended with one of ``statuses``; these run again."""
     wanted = {status.lower() for status in statuses}
     retried = (
         (name, index)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import tempfile
 import time
@@ -30,9 +31,9 @@ from typing import Any
 from ..errors import UsageError
 from ..system import files
 from ..system.files import remove_temporaries
-from . import json_files, reader, result_files
-from .json_files import append_line, json_line, write_json
-from .result_files import flat_json_path
+from . import json_files, reader
+from .json_files import append_line, json_line, json_text, write_json
+from .result_files import csv_text, flat_json_path
 from .schema import SCHEMA_VERSION, TrialRecord
 
 RUN_FILE = "run.json"
@@ -183,7 +184,14 @@ class RunFolder:
 
     def write_rows(self, rows: Sequence[Mapping[str, Any]], other_csv: Path | None = None) -> None:
         """Replace the flat JSON and CSV; if one cannot be written, none changes. ``other_csv``: a further CSV."""
-        result_files.write_rows(self.json_path, rows, other_csv)
+        # JSON has neither NaN nor infinities, and json_text refuses them.
+        finite = [
+            {name: None if isinstance(cell, float) and not math.isfinite(cell) else cell for name, cell in row.items()}
+            for row in rows
+        ]
+        csv = csv_text(finite)
+        texts = {self.json_path: json_text(finite), self.csv_path: csv}
+        files.write_texts(texts if other_csv is None else {**texts, other_csv: csv})
 
 
 def cannot_resume(folder: Path, problem: str, remedy: str = "start a new run") -> UsageError:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from ..config.caveats import Caveat
+from ..config.caveat_texts import Caveat
 from ..config.spec import Trial
 
 SCHEMA_VERSION = 1
@@ -391,7 +391,7 @@ class Outcome:
     requested_bytes: int | None = None
     free_bytes: int | None = None
     kind: str | None = None
-    """``RankFailure.kind`` of the root cause, or ``bus_error``; None if only the status is known."""
+    """``RankFailure.kind`` of the root cause, ``bus_error`` or ``stalled``; None if only the status is known."""
 
     @property
     def success(self) -> bool:

@@ -19,9 +19,18 @@ from .table_layout import Column, Table, make_table
 def changes_table(comparison: BeforeAfter) -> Table:
     """Return a line for each row, with all remarks below, then the differences in machines, versions and settings."""
     table = make_table(_COLUMNS, comparison.rows, always=len(_COLUMNS))
+    labels_of: dict[str, list[str]] = {}
+    for row in comparison.rows:
+        reasons = row.incomparable_reasons
+        if comparison.environment_unknown:  # printed once for all rows, with the hardware
+            reasons = tuple(reason for reason in reasons if reason not in comparison.hardware)
+        texts = [*(f"no ratio: {reason}" for reason in reasons), *(f"changed: {change}" for change in row.changes)]
+        # A caveat that both results have counts once.
+        for text in dict.fromkeys([*texts, *row.caveats]):
+            labels_of.setdefault(text, []).append(row.label)
     remarks = [
         f"{'all rows' if len(labels) == len(comparison.rows) > 1 else '; '.join(labels)}: {text}"
-        for text, labels in _labels_by_remark(comparison).items()
+        for text, labels in labels_of.items()
     ]
     return replace(table, notes=[*remarks, *_general_lines(comparison)])
 
@@ -81,21 +90,7 @@ def _general_lines(comparison: BeforeAfter) -> Iterator[str]:
     if any(row.interval is not None and row.interval.distinguishable for row in comparison.rows):
         yield "intervals cover differences within a session; to see those between sessions, measure the same code twice"
     if comparison.configs_unknown:
-        yield "a result has no DeepSpeed configurations, so what changed in them is unknown"
-
-
-def _labels_by_remark(comparison: BeforeAfter) -> dict[str, list[str]]:
-    """Return every remark about rows with the labels of its rows."""
-    labels_of: dict[str, list[str]] = {}
-    for row in comparison.rows:
-        reasons = row.incomparable_reasons
-        if comparison.environment_unknown:  # printed once for all rows, with the hardware
-            reasons = tuple(reason for reason in reasons if reason not in comparison.hardware)
-        texts = [*(f"no ratio: {reason}" for reason in reasons), *(f"changed: {change}" for change in row.changes)]
-        # A caveat that both results have counts once.
-        for text in dict.fromkeys([*texts, *row.caveats]):
-            labels_of.setdefault(text, []).append(row.label)
-    return labels_of
+        yield "at least one result has no DeepSpeed configurations, so what changed in them is unknown"
 
 
 def _interval_text(row: RowChange) -> str:

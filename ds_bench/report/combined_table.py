@@ -10,7 +10,6 @@ from ..analysis.comparison import ComparisonRow
 from ..analysis.provenance import STEP_NAMES
 from ..analysis.trial_caveats import UNSTABLE_CV
 from ..config.spec import PASS_TYPES
-from ..records.schema import measured_values
 from ..system import environment
 from ..units import (
     MISSING,
@@ -231,7 +230,7 @@ def pass_tables(reports: Sequence[ComparisonReport]) -> list[Table]:
         cells = [(name, *(own.get(each, MISSING) for each in shown)) for name, own in times.items()]
         tables.append(Table(columns=columns, rows=cells))
     notes = [
-        f"{named.name}, {named.pass_text}: {failure_text(named.row.runs[-1].outcome)}."
+        f"{named.name}, {named.pass_text}: {failure_text(named.row.runs[-1])}."
         for named in rows
         if not named.row.succeeded
     ]
@@ -248,7 +247,7 @@ def pass_tables(reports: Sequence[ComparisonReport]) -> list[Table]:
 def _model_line(report: ComparisonReport) -> str:
     """``size-small: d_model 768 · … · 94,298,112 parameters (94.3 M)``; parameters as counted in the built model."""
     workload = report.first_trial.workload
-    counts = measured_values([run.row for row in report.comparison.rows for run in row.successes], "parameter_count")
+    counts = [count for row in report.comparison.rows for count in row.measured("parameter_count")]
     parts = []
     for name, keys in _SHAPE_KEYS.items():
         size = next((workload.model_config[key] for key in keys if key in workload.model_config), None)

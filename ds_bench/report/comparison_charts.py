@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ..analysis.comparison import Comparison, ComparisonRow
 from ..analysis.row_difference import ledger_of_row
-from ..config.caveats import CPU_KINDS
+from ..config.caveat_texts import CPU_KINDS
 from ..prediction.trial_predictions import stored_prediction
 from ..recommend.remedies import predicted_bytes
-from ..records.schema import OOM, OOM_DISK, OOM_HOST, SKIPPED, Tier, measured_values
+from ..records.schema import OOM, OOM_DISK, OOM_HOST, SKIPPED, Tier
 from ..units import BYTES_PER_GB, MISSING, format_series, to_gb, to_ms
 from .chart_drawing import (
     BAR_HEIGHT,
@@ -155,7 +155,7 @@ def _throughput_chart(rows: _Rows) -> Chart | None:
         return None
     drawn, unit = rows.to_draw(measured), measured[0].rate_unit
     speeds = [row.tokens_per_second or 0.0 for row in drawn]
-    runs = [measured_values([run.row for run in row.successes], "rate") for row in drawn]
+    runs = [row.measured("rate") for row in drawn]
     labels = [(rows.label(row), format_value(speed)) for row, speed in zip(drawn, speeds, strict=True)]
 
     def draw(axes: Any, columns: int) -> Drawing:
@@ -317,7 +317,7 @@ def _memory_bar(row: ComparisonRow, tier: Tier, rows: _Rows, by_category: bool) 
         request = _request(row, tier, rows.comparison)
         return None if request is None else _Bar(label, request[1], requested=request[0])
     ledger = ledger_of_row(row, tier) or Counter[str]()
-    stored = max((run.row.nvme_stored_gb or 0 for run in row.successes), default=0) * BYTES_PER_GB or None
+    stored = max(row.measured("nvme_stored_gb"), default=0) * BYTES_PER_GB or None
     peak = {"gpu": row.gpu_peak_bytes, "cpu": row.host_peak_bytes, "nvme": stored}[tier]
     total = sum(ledger[category] for category in CATEGORIES)
     if not total and not peak:

@@ -14,7 +14,7 @@ from ..analysis.comparison import Comparison, ComparisonRow, ratio_between
 from ..analysis.step_costs import PARTS, step_parts
 from ..analysis.trial_caveats import NEAR_CAPACITY
 from ..recommend.remedies import failed_run
-from ..records.schema import INTERRUPTED, Outcome, measured_values
+from ..records.schema import INTERRUPTED, STATUSES, TrialRecord
 from ..units import (
     MISSING,
     format_bytes,
@@ -62,15 +62,18 @@ def row_status(row: ComparisonRow, with_sign: Callable[[str], str]) -> str:
     return f"{text} ({len(failed)} of {len(row.runs)})" if failed and row.succeeded else text
 
 
-def failure_text(outcome: Outcome) -> str:
+def failure_text(run: Run | TrialRecord) -> str:
     """How a run failed and where, in one line: ``OOM in init, requested 50.2 GB, 3.60 GB free``."""
-    where = outcome.where
+    outcome, where = run.outcome, run.outcome.where
     if outcome.requested_bytes is not None or outcome.free_bytes is not None:
         size = "" if outcome.requested_bytes is None else f", requested {format_gigabytes(outcome.requested_bytes)}"
         free = "" if outcome.free_bytes is None else f", {format_gigabytes(outcome.free_bytes)} free"
         return f"{outcome.status}{where}{size}{free}"
     cause = " ".join((outcome.error or "").split())
-    if cause.startswith(outcome.status):  # an exception's class, with its phase
+    # A status that is not ours is an exception's class, and the error already names it with its phase. Only a script
+    # that exits with a code raised nothing.
+    exited = outcome.status == "SystemExit" and run.trial.workload.script is not None
+    if cause and outcome.status not in STATUSES and not exited:
         return cause
     if outcome.status == INTERRUPTED:
         return f"{outcome.status}{where}"
@@ -87,7 +90,7 @@ def failure_sentence(row: ComparisonRow) -> str:
     run = failed_run(row)
     count = sum(not each.outcome.success for each in row.runs)
     some = f" in {count} of {len(row.runs)} runs" if row.succeeded else ""
-    return "" if run is None else f"{row.label} did not train{some}: {failure_text(run.outcome)}."
+    return "" if run is None else f"{row.label} did not train{some}: {failure_text(run)}."
 
 
 # ------------------------------------------------------------------ the whole table
@@ -112,12 +115,12 @@ def _ratio_interval(row: ComparisonRow) -> str:
 
 def _first(column: str) -> Value:
     """The flat column of the first successful run that measured it."""
-    return lambda row: next(iter(measured_values([run.row for run in row.successes], column)), None)
+    return lambda row: next(iter(row.measured(column)), None)
 
 
 def _max_of_runs(row: ComparisonRow, column: str) -> float | None:
     """The largest value of the runs that measured it."""
-    return max(measured_values([run.row for run in row.successes], column), default=None)
+    return max(row.measured(column), default=None)
 
 
 def _number(heading: str, meaning: str, value: Value, text: Callable[[float | None], str], **more: Any) -> TableColumn:
@@ -196,7 +199,7 @@ def short_columns(report: ComparisonReport) -> list[Column[ComparisonRow]]:
         Column("batch", lambda row: _searched(row, "batch_policy", "batch_size")),
         Column("sequence", lambda row: _searched(row, "seq_policy", "seq_length")),
         speed,
-        Column("±95 %", _relative_margin, priority=4),
+        Column("95 % CI", _relative_margin, priority=4),
         *([] if chosen is None else [Column[ComparisonRow]("vs ★", lambda row: _against(row, chosen))]),
         *memory,
         Column("NVMe GB", lambda row: format_significant(_max_of_runs(row, "nvme_stored_gb") or None), priority=1),
@@ -210,10 +213,11 @@ def _searched(row: ComparisonRow, policy: str, size: str) -> str:
 
 
 def _relative_margin(row: ComparisonRow) -> str:
-    """How far the 95 % interval reaches from the mean, as a factor minus 1."""
+    """How far the 95 % interval reaches from the mean: ``±9.6 %``, or ``×÷ 3.3`` if that is more than a factor of 2."""
     if row.interval is None or row.interval[0] <= 0:
         return MISSING
-    return f"{float(f'{100 * (math.sqrt(row.interval[1] / row.interval[0]) - 1):.2g}'):,g} %"
+    factor = math.sqrt(row.interval[1] / row.interval[0])
+    return f"×÷ {float(f'{factor:.2g}'):,g}" if factor > 2 else f"±{float(f'{100 * (factor - 1):.2g}'):,g} %"
 
 
 def _against(row: ComparisonRow, chosen: ComparisonRow) -> str:
@@ -263,8 +267,7 @@ def detail_tables(comparison: Comparison) -> list[Table]:
         return MISSING if peak is end is None else f"{format_significant(peak)} → {format_significant(end)}"
 
     def gpu(row: ComparisonRow, phase: str) -> str:
-        phases = [run.phase_memory[phase] for run in row.successes if phase in run.phase_memory]
-        return format_significant(to_gb(max(measured_values(phases, "gpu_peak_bytes"), default=None)))
+        return format_significant(to_gb(row.largest_in_phase(phase, "gpu_peak_bytes")))
 
     of_node = "GB on the fullest node: peak within the phase → at its end; shared pages count once"
     of_gpu = "GB, peak allocated within the phase on the fullest GPU"
@@ -301,7 +304,7 @@ def _checkpoint_table(rows: Sequence[ComparisonRow]) -> Table:
         )
 
     def restored(row: ComparisonRow) -> str:
-        known = measured_values([run.row for run in row.successes], "checkpoint_restored")
+        known = row.measured("checkpoint_restored")
         return MISSING if not known else "yes" if all(known) else "NO"
 
     meaning = "seconds on the slowest rank, GB of files, in parentheses peak GB of host memory on the fullest node"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ..analysis import provenance
 from ..analysis.comparison import Comparison, ComparisonRow, compare
-from ..config.caveats import Caveat, CaveatKind
+from ..config.caveat_texts import Caveat, CaveatKind
 from ..config.spec import Trial
 from ..recommend.recommendation import Recommendation, recommend
 from ..system.environment import Environment

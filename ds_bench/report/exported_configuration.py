@@ -26,7 +26,7 @@ from .. import units
 from ..analysis import provenance
 from ..analysis.comparison import ComparisonRow
 from ..config import deepspeed_config
-from ..config.caveats import as_caveat
+from ..config.caveat_texts import as_caveat
 from ..config.deepspeed_config import MEASURING_KEYS, Config
 from ..config.options import Options
 from ..config.spec import BATCH_KEYS, OFFLOAD_BLOCKS, Configuration, Placement, Trial, block_of, offload_device
@@ -83,7 +83,7 @@ def write_exports(
     require_deepspeed(record.trial.configuration)
     if record.trial.workload.script is not None:
         return _write_script_export(record, folder, doubt)
-    # Before the folder is made, because these may be refused.
+    # Before the folder is made, so that an error here leaves no empty folder.
     raw, trainer, accelerate = raw_config(record), trainer_config(record), accelerate_config(record)
     readme = _readme(record, raw, accelerate, environment, doubt)
     with _writing_to(folder):
@@ -107,7 +107,7 @@ def write_planned_rows(rows: Sequence[PlanRow], folder: Path) -> list[str]:
         if row.verdict not in (FITS, TIGHT) or row.configuration.is_reference:
             continue
         trial, placement = row.trial, row.trial.placement
-        nodes = -(-placement.num_gpus // (trial.ranks_per_node or placement.num_gpus))
+        nodes = -(-placement.num_gpus // trial.ranks_per_node)
         need = row.prediction.gpu_need
         doubt = f"Planned, not run: it is predicted to {'fit' if row.verdict == FITS else 'be tight'}"
         doubt += f" with {gpu_range(need)} GB per GPU"
@@ -115,7 +115,7 @@ def write_planned_rows(rows: Sequence[PlanRow], folder: Path) -> list[str]:
             doubt += ", by formula, without replaying its allocations"
             doubt += f" (because of {need.not_replayed})" if need.not_replayed else ""
         if row.verdict == TIGHT:
-            risk = "retry allocations or run out" if "gpu" in row.decisive_tiers else "fill the host's memory"
+            risk = "retry allocations or run out of memory" if "gpu" in row.decisive_tiers else "fill the host's memory"
             doubt += f", and may {risk}"
         doubt += "."
         if trial.configuration.uses_nvme:
@@ -145,7 +145,7 @@ def _writing_to(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         problem = f"cannot write the configurations to {folder}: {error.strerror or error}"
-        raise UsageError(problem, remedy="give a folder that you may write to") from None
+        raise UsageError(problem, remedy="give a folder that you can write to") from None
     except ValueError as error:  # json's for NaN and infinities; mkdir's for a NUL in the name
         raise UsageError(f"cannot export this row: {error}", remedy="correct the value or the folder's name") from None
 
@@ -163,7 +163,7 @@ def _write_script_export(record: TrialRecord, folder: Path, doubt: str | None) -
     if not record.outcome.success:
         lines += [f"**This row did not train here** ({escape(record.outcome.status)}).", ""]
     where = ", on every host" if record.trial.placement.num_nodes > 1 else ""
-    script, how = record.trial.workload.script, f"The same command trains with it{where}:"
+    script, how = record.trial.workload.script, f"The command that was measured trains with it{where}:"
     if script is not None and script.config_source == "override":
         how = f"Put its values in place of the script's own DeepSpeed values, then run{where}:"
     lines += [f"`{RAW_FILE}` is your own file with this row's changes. {how}", "", command]
@@ -256,7 +256,7 @@ def trainer_config(record: TrialRecord) -> Config:
 
 
 def _fillable(params: Mapping[str, Any]) -> list[str]:
-    """Return the optimizer's parameters that have the Trainer's form; it rightly refuses any other form."""
+    """Return the optimizer's parameters that TrainingArguments can express; the Trainer rightly refuses others."""
     betas = params.get("betas")
     found = [key for key in ("lr", "eps", "weight_decay") if _is_number(params.get(key))]
     if isinstance(betas, list | tuple) and len(betas) == 2 and all(map(_is_number, betas)):
@@ -299,7 +299,7 @@ def trainer_arguments(record: TrialRecord) -> dict[str, str]:
 
 
 def accelerate_config(record: TrialRecord) -> Config:
-    """Return the file for ``accelerate.yaml``, without optimizer and scheduler, which the user's code makes."""
+    """Return the JSON that ``accelerate.yaml`` names, without optimizer and scheduler, which the user's code makes."""
     config = raw_config(record)
     kind = deepspeed_config.optimizer_kind(config)
     # With these blocks Accelerate requires DummyOptim and DummyScheduler in the user's code (accelerator.py).
@@ -309,7 +309,7 @@ def accelerate_config(record: TrialRecord) -> Config:
     config["train_batch_size"] = "auto"
     config.setdefault("zero_optimization", {"stage": 0})
     if offload_device(config, "offload_optimizer") and kind not in ("adam", "adamw"):
-        # Otherwise Accelerate replaces any optimizer with DeepSpeedCPUAdam (utils/deepspeed.py).
+        # Otherwise Accelerate replaces other optimizers too, most of them with DeepSpeedCPUAdam (utils/deepspeed.py).
         config["zero_force_ds_cpu_optimizer"] = False
     return config
 
@@ -431,12 +431,12 @@ def _torchrun(placement: Placement, *program: str) -> list[str]:
 
 
 def _command(words: Sequence[str]) -> str:
-    """Return a shell block inside a list."""
+    """Return a shell code block, indented for a list item."""
     return "\n".join(f"  {line}" for line in code_block(shlex.join(words), "sh").splitlines())
 
 
 def _optimizer(raw: Config, accelerate: Config) -> str:
-    """Return how code for Accelerate makes the optimizer."""
+    """Return text that says how code for Accelerate makes the optimizer."""
     kind, offloaded = deepspeed_config.optimizer_kind(raw), bool(offload_device(raw, "offload_optimizer"))
     if kind == "muon":
         return f"copy `optimizer` from `{RAW_FILE}` into `{ACCELERATE_FILE}` and use `accelerate.utils.DummyOptim`."

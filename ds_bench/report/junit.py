@@ -30,7 +30,7 @@ def junit_text(suite: str, cases: Sequence[TestCase]) -> str:
     facts = {"name": suite, **{name: str(count) for name, count in totals.items()}}
     parent = ElementTree.SubElement(root, "testsuite", facts)
     for case in cases:
-        # XML 1.0 has no control characters, but ElementTree would write them.
+        # XML 1.0 forbids most control characters, but ElementTree would write them.
         name, message = escape_unprintable(case.name), escape_unprintable(case.message)
         element = ElementTree.SubElement(parent, "testcase", {"classname": suite, "name": name})
         if case.outcome == "passed":

@@ -103,7 +103,6 @@ class MemoryPlan:
 def answer_text(plan: MemoryPlan) -> str:
     """Return the sentence that answers the question."""
     fitting = [row for row in plan.rows if row.verdict in (FITS, TIGHT)]
-    changes = [row.change for row in plan.rows if row.change]
     if fitting:
         best = min(fitting, key=lambda row: (row.verdict == TIGHT, simplicity(row.configuration.layout)))
         trial, total = best.trial, len(plan.rows)
@@ -136,7 +135,7 @@ def answer_text(plan: MemoryPlan) -> str:
         text = f"{plan.rows[0].label} does not fit" if len(plan.rows) == 1 else "nothing fits"
         if plan.unknown:
             text += f" even without activations, which are not counted ({plan.unknown})"
-        if changes:
+        if changes := [row.change for row in plan.rows if row.change]:
             change = what_if.cheapest_change(changes, plan.num_gpus, plan.gpu_bytes, plan.host_bytes)
             verdict = change.prediction.verdict(plan.gpu_bytes, plan.host_bytes)
             verb = {FITS: "would fit", TIGHT: "would fit tightly", UNKNOWN: "may fit"}[verdict]
@@ -169,8 +168,7 @@ def _without_offload(plan: MemoryPlan, trial: PlannedTrial) -> str:
     count = what_if.min_gpus_without_offload(trial, plan.gpu_bytes, plan.host_bytes)
     if count is not None and count <= plan.num_gpus:
         return ""
-    at_least = "at least " if plan.unknown else ""
-    needs = [] if count is None else [f"{at_least}{format_items(count, 'GPU')}"]
+    needs = [] if count is None else [f"at least {format_items(count, 'GPU')}"]
     changes = [row.change for row in plan.rows if row.change and not row.change.trial.configuration.offloads]
     needs += [
         f"{each.trial.configuration.label} with {what_if.settings_text(each.settings)}"
@@ -183,7 +181,7 @@ def _without_offload(plan: MemoryPlan, trial: PlannedTrial) -> str:
 
 def _needs(trial: PlannedTrial, prediction: Prediction) -> str:
     """Return ``18.2–24.9 GB per GPU (peak in initialize)``, with host memory and NVMe if ``trial`` offloads."""
-    where = " per node" if trial.placement.num_gpus > (trial.ranks_per_node or trial.placement.num_gpus) else ""
+    where = " per node" if trial.placement.num_gpus > trial.ranks_per_node else ""
     need = prediction.gpu_need
     parts = [f"{gpu_range(need)} GB per GPU (peak in {need.phase})"]
     if trial.configuration.offloads:
@@ -346,8 +344,8 @@ def _category_table(plan: MemoryPlan) -> Table:
     if plan.num_gpus > 1:
         low, high = map(format_gigabytes, NCCL_RANGE_BYTES)
         notes.append(
-            f"{low} to {high} per NCCL communicator has been reported: if a card is nearly full, measure it "
-            "(gpu_outside_allocator_gb of a run)"
+            f"{low} to {high} per NCCL communicator has been reported: if a card is nearly full, measure it: "
+            "gpu_outside_allocator_gb in a run's results"
         )
     return replace(make_table(columns, plan.rows, always=len(columns)), notes=notes)
 
@@ -363,9 +361,9 @@ def _host_table(plan: MemoryPlan) -> Table:
         *(Column(phase, cell(phase)) for phase in ("load", "initialize", "forward", "backward", "step")),
     ]
     notes = [
-        "load: from_pretrained holds the weights once in every rank; at stage 3 with zero.Init only in rank 0 "
-        "(Transformers 5.23; earlier versions reportedly in every rank)",
-        "pinned buffers are rounded up to a power of two, up to pinned_max_round_threshold_mb of PYTORCH_ALLOC_CONF",
+        "load: from_pretrained keeps a full copy of the weights in every rank; at stage 3 with zero.Init in rank 0 "
+        "only (Transformers 5.23; earlier versions reportedly in every rank)",
+        "pinned buffers of at most pinned_max_round_threshold_mb (PYTORCH_ALLOC_CONF) are rounded up to a power of two",
     ]
     return replace(make_table(columns, plan.rows, always=len(columns)), notes=notes)
 

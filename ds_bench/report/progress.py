@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..analysis.provenance import STEP_NAMES
-from ..config.caveats import CaveatKind, as_caveat, has_kind
+from ..config.caveat_texts import CaveatKind, as_caveat, has_kind
 from ..config.spec import Trial, point_text
 from ..launch import Progress, ProgressCallback
 from ..planning.trial_planner import Plan, RunPlan
@@ -112,7 +112,7 @@ class ProgressReporter:
 def _result_text(record: TrialRecord) -> str:
     """``✓ 19,600 tok/s 75.4 GB``, or ``✗`` with the cause; the memory is the GPU's, or else the host's."""
     if not record.outcome.success:
-        return f"✗ {failure_text(record.outcome)}"
+        return f"✗ {failure_text(record)}"
     from ..analysis.row import make_run  # here, so that pydantic does not delay the first trial
 
     run = make_run(record)
@@ -137,11 +137,11 @@ def count_line(plan: RunPlan) -> str:
     count, max_rows = f"{len(trials):,} trial{'s' if len(trials) != 1 else ''}", max(rows)
     if len(rows) == 1 and len(trials) == points * max_rows * runs:
         factors = ((points, "point"), (max_rows, "row"), (runs, "run"))
-        parts = [f"{number:,} {name}{'s' if number > 1 else ''}" for number, name in factors if number > 1]
+        parts = [f"{number:,} {name}s" for number, name in factors if number > 1]
         count = " × ".join(parts) + f" = {count}" if len(parts) > 1 else count
     unsupported = sum(bool(trial.unsupported) for trial in trials)
     skipped = sum(trial.not_launched for trial in trials) - unsupported
-    why = "predicted not to fit" if plan.options.skip_predicted_oom else "predicted far too large"
+    why = "predicted not to fit" if plan.options.skip_predicted_oom else "predicted to need far too much memory"
     reasons = [(number, reason) for number, reason in ((skipped, why), (unsupported, "unsupported")) if number]
     if not reasons:
         return count
@@ -158,7 +158,7 @@ def stand_in_line(plan: RunPlan) -> str | None:
     what, size = "--batch-size auto: each micro-batch", 1
     if plan.options.auto_seq:
         what, size = "--seq-length auto: each sequence length", plan.trials[0].workload.seq_length
-    return f"{what} is found by probes when this is run; {size} stands in for it here"
+    return f"{what} is searched for in the run; this plan assumes {size}"
 
 
 def run_plan_lines(plan: RunPlan, max_lines: int) -> list[str]:

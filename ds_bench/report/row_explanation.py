@@ -23,7 +23,8 @@ from .memory_plan import category_text, gpu_range
 from .table_layout import Column, Table, wrap
 
 _SAME_FRACTION = 0.01
-"""A total that changes by less than this fraction counts as unchanged; categories that change less are not listed."""
+"""A total that changes by less than this fraction counts as unchanged; categories that change by less than this
+fraction of the total are not listed."""
 _WIDEST = 200
 """Maximum width of a table in characters; the list of what a setting acts on may be long."""
 _WIDEST_TEXT = 80
@@ -48,7 +49,7 @@ def explanation_tables(difference: RowDifference) -> list[Table]:
     notes = [f"The result does not contain {format_series(difference.unknown)}."] if difference.unknown else []
     if difference.larger.on_cpu and any(saving.name == "small_buffers" for saving in difference.savings):
         notes.append(
-            "On CPU ranks almost none of DeepSpeed's buffers is touched: smaller ones hardly change resident memory, "
+            "On CPU ranks DeepSpeed's buffers are barely touched: smaller ones hardly change resident memory, "
             "but a GPU would hold all of them."
         )
     sections = {
@@ -70,7 +71,7 @@ def explanation_tables(difference: RowDifference) -> list[Table]:
 
 
 def explanation_lines(difference: RowDifference, title: str, width: int) -> Iterator[str]:
-    """Format the whole explanation as text. Only tables may be wider than ``width`` characters, or than 80."""
+    """Format the whole explanation as text. Outside tables, lines have at most ``width`` characters, or 80."""
     width = min(width, _WIDEST_TEXT)
     yield from wrap(f"{difference.b.label} compared with {difference.a.label} · {title}", width)
     if sentence := largest_change(difference):
@@ -83,7 +84,7 @@ def explanation_lines(difference: RowDifference, title: str, width: int) -> Iter
 
 
 def largest_change(difference: RowDifference) -> str:
-    """Return sentences on failures, memory and step time, with the category or phase behind most of each change.
+    """Return sentences on failures, memory and step time, with the category or phase that changes most.
 
     Empty if no run failed and nothing was measured or predicted.
     """
@@ -96,7 +97,7 @@ def largest_change(difference: RowDifference) -> str:
         if _is_same(tier.a_bytes, tier.b_bytes):
             text += ", no change"
         elif largest is not None and largest.category != TOTAL:
-            text += f", mostly {_category(largest.category, tier)} ({signed(largest.difference_bytes)})"
+            text += f"; largest change: {_category(largest.category, tier)} ({signed(largest.difference_bytes)})"
         parts.append(f"{text}.")
     time = difference.time
     if time is not None:
@@ -220,7 +221,10 @@ def _speed_text(time: TimeDifference) -> str:
 
 
 def _key_rows(difference: RowDifference) -> Iterator[Cells]:
-    """The keys that were set differently, and those that follow from them and act on memory that changed."""
+    """The keys set differently, stage and devices included.
+
+    Keys that follow from these are left out unless they act on memory that changed.
+    """
     changed = {
         each.category
         for tier in difference.memory

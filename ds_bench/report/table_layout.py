@@ -265,4 +265,4 @@ def code_block(text: str, language: str) -> str:
 
 def _fence(text: str, shortest: int) -> str:
     """More backticks than the longest run of them in the text."""
-    return "`" * max(shortest, *(len(run) + 1 for run in re.findall("`+", text)), 0)
+    return "`" * max([shortest, *(len(run) + 1 for run in re.findall("`+", text))])

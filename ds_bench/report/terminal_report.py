@@ -9,7 +9,7 @@ from typing import IO
 from ..analysis import provenance
 from ..analysis.comparison import Comparison, ComparisonRow
 from ..analysis.intervals import FEWEST_RUNS
-from ..config.caveats import UNSTABLE_KINDS, Caveat, CaveatKind, has_kind
+from ..config.caveat_texts import UNSTABLE_KINDS, Caveat, CaveatKind, has_kind
 from ..recommend.message_templates import format_list
 from ..recommend.remedies import failed_run
 from ..records.schema import status_text
@@ -20,8 +20,7 @@ from .comparison_columns import TABLE_COLUMNS, detail_tables, failure_sentence, 
 from .comparison_report import ComparisonReport
 from .table_layout import MAX_TEXT_WIDTH, Column, Line, Table, code_block, escape, make_table, printable, wrap
 
-_SIGNS = "★✗×±·…—✅❌→"
-_MAX_NOTES = 2
+_SIGNS = "★✗×÷±·…—✅❌→"
 _ROW_KINDS = (
     *UNSTABLE_KINDS,
     CaveatKind.NOT_STEADY,
@@ -62,30 +61,29 @@ def print_reports(
 ) -> None:
     """Print the reports one after another, then the tables that compare them.
 
-    If passes other than training steps or the sizes of ``model-size`` were timed, print only their tables. With
+    If the sizes of ``model-size``, or passes other than training steps, were timed, print only their tables. With
     ``in_short``, for a sweep that has just run, reduce several reports to their answers. Neither applies with
     ``as_markdown`` or ``verbose``.
     """
-    of_passes, brief = combined_table.has_passes(reports), not as_markdown and not verbose
+    of_passes = combined_table.has_passes(reports)
     tables = (combined_table.pass_tables if of_passes else combined_table.model_tables)(reports)
-    if brief and of_passes:
+    if as_markdown:
+        if blocks := [*map(render_markdown, reports), *(table.to_markdown() for table in tables)]:
+            print_text("\n".join(blocks), stream)
+        return
+    brief = in_short and not verbose
+    if of_passes and not verbose:
         reports = []
-    elif brief and in_short and len(reports) > 1:
+    elif brief and len(reports) > 1:
         print_text("\n".join(combined_table.summary_lines(reports)), stream)
         reports = []
-    blocks = [render_markdown(report) for report in reports] if as_markdown else []
-    for number, report in enumerate([] if as_markdown else reports):
+    for number, report in enumerate(reports):
         if number:
             print_text("", stream)
         print_report(report, stream, verbose=verbose)
     for number, table in enumerate(tables):
-        if as_markdown:
-            blocks.append(table.to_markdown())
-        else:
-            lines = [Line("")] if reports or number or (in_short and brief) else []
-            _print_lines([*lines, *table.to_terminal(width_of(stream), unicode=can_encode(_SIGNS, stream))], stream)
-    if blocks:
-        print_text("\n".join(blocks), stream)
+        lines = [Line("")] if reports or number or brief else []
+        _print_lines([*lines, *table.to_terminal(width_of(stream), unicode=can_encode(_SIGNS, stream))], stream)
 
 
 def print_report(report: ComparisonReport, stream: IO[str], *, verbose: bool = False) -> None:
@@ -183,24 +181,30 @@ def report_lines(report: ComparisonReport, width: int, unicode: bool) -> list[Li
     if report.files:
         lines.append(Line(f"{indent}Files: {printable(report.files, unicode)}"))
     lines += [Line(""), *short_table(report).to_terminal(width, unicode=unicode)]
-    shown = [] if recommendation.provisional is None else [str(recommendation.provisional)]
-    shown += [] if recommendation.alternative is None else [str(recommendation.alternative)]
-    shown += notes_that_matter(report)
+    trained = [row for row in report.comparison.rows if row.succeeded]
+    marks = []
+    if recommendation.choice is not None and has_kind(report.comparison.caveats, CaveatKind.TOO_FEW_REPEATS):
+        marks.append(f"? not tested (fewer than {FEWEST_RUNS} runs)")
+    if any(row.invalid_reason is not None and row.key != recommendation.key for row in trained):
+        marks.append("! do not rely on these figures")
+    shown = [*map(str, filter(None, (recommendation.provisional, recommendation.alternative)))]
+    shown += notes_that_matter(report, most=1 if marks else 2)
     shown += _notes_of_rows(report.comparison, lambda caveat: caveat.kind in _SHOWN_KINDS)
-    if has_kind(report.comparison.caveats, CaveatKind.CPU_ACCELERATOR):
+    if trained and has_kind(report.comparison.caveats, CaveatKind.CPU_ACCELERATOR):
         shown.append(combined_table.CPU_LINE)
+    shown += [f"{'; '.join(marks)}."] if marks else []
     notes = []
     for text in shown:
         notes += wrap(printable(text, unicode), text_width - len(indent), max_lines=3)
     count = len(report.numbered_notes) + len(report.general_lines)
-    what = format_items(count, "note") if count else "Charts"
+    what = f"{format_items(count, 'note')} and charts" if count else "Charts"
     if report.page_command or count:
         notes.append(f"{what}: {report.page_command or '--verbose or --html FILE'}")
     return [*lines, *([Line("")] if notes else []), *(Line(indent + line) for line in notes)]
 
 
 def short_table(report: ComparisonReport) -> Table:
-    """Return the rows, with a star at the recommended one; a failed row shows why it failed."""
+    """Return the rows, with a star next to the recommended one; a failed row shows why it failed."""
     rows = report.comparison.rows
     trained = [row for row in rows if row.succeeded]
 
@@ -217,17 +221,17 @@ def short_table(report: ComparisonReport) -> Table:
         table,
         title=(*report.facts, *([f"{runs} runs"] if runs > 1 else [])),
         rows=[
-            next(cells) if row.succeeded else (label(row), MISSING if cause is None else failure_text(cause.outcome))
+            next(cells) if row.succeeded else (label(row), MISSING if cause is None else failure_text(cause))
             for row, cause in zip(rows, causes, strict=True)
         ],
         styles=["red" if not row.succeeded else "bold" if row.key == report.recommendation.key else "" for row in rows],
     )
 
 
-def notes_that_matter(report: ComparisonReport) -> list[str]:
-    """Return the notes that change how the table is read: at most ``_MAX_NOTES`` sentences, most serious first.
+def notes_that_matter(report: ComparisonReport, most: int = 2) -> list[str]:
+    """Return the notes that change how the table is read: at most ``most`` sentences, most serious first.
 
-    The alternative's row is left out, because the alternative itself says what is wrong with it.
+    Failures and disqualifying caveats of the alternative's row are left out: the alternative itself states them.
     """
     comparison, alternative = report.comparison, report.recommendation.alternative
     other_key = None if alternative is None else alternative.values["key"]
@@ -243,12 +247,8 @@ def notes_that_matter(report: ComparisonReport) -> list[str]:
     )
     general = [caveat for caveat in comparison.caveats if caveat.kind in _GENERAL_KINDS]
     notes += [f"{caveat.text[0].upper()}{caveat.text[1:]}." for caveat in general]
-    undecided = bool(report.recommendation.undecided)
-    too_few = has_kind(comparison.caveats, CaveatKind.TOO_FEW_REPEATS)
-    if too_few and report.recommendation.choice is not None and not undecided:
-        notes.append(f"Rows with fewer than {FEWEST_RUNS} runs: differences marked ? are not tested.")
     notes += _notes_of_rows(comparison, lambda caveat: caveat.kind in _ROW_KINDS)
-    return list(dict.fromkeys(notes))[:_MAX_NOTES]
+    return list(dict.fromkeys(notes))[:most]
 
 
 def _notes_of_rows(

@@ -43,7 +43,7 @@ _PREFIXES = (
     "DS_", "DEEPSPEED_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "OMP_", "MKL_", "KMP_", "CUDA_", "HF_",
     "TRANSFORMERS_", "NVIDIA_TF32_",
 )  # fmt: skip
-# Those of Slurm's hundred variables that say what the job may use.
+# Of Slurm's hundred or so variables, those that say what the job may use.
 _SLURM = (
     "SLURM_JOB_ID", "SLURM_JOB_PARTITION", "SLURM_NNODES", "SLURM_NTASKS", "SLURM_CPUS_PER_TASK", "SLURM_GPUS_ON_NODE",
     "SLURM_MEM_PER_NODE",
@@ -72,7 +72,7 @@ class Environment:
     host_memory_bytes: int | None = None
     """Memory of the machine."""
     swap_used_bytes: int | None = None
-    """Swap space in use by all processes; above zero, the machine has been short of memory."""
+    """Swap space in use by all processes; above zero, the machine may have been short of memory."""
     cgroup_memory_limit_bytes: int | None = None
     """The tightest memory limit on this process; ``None`` without one."""
     cgroup_memory_peak_bytes: int | None = None
@@ -146,7 +146,7 @@ def read_environment(
     root: Path = ROOT,
     interpreter: Interpreter | None = None,
 ) -> Environment:
-    """Read this host, with the versions of ``interpreter``: a user's script's, or None for this one."""
+    """Read this host, with the versions of ``interpreter`` (a user's script's), or of this one if it is None."""
     import platform
 
     environ = os.environ if environ is None else environ
@@ -329,7 +329,7 @@ def torch_built_for(platform: Literal["cuda", "hip"]) -> str | None:
 
 
 def recorded_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that affect training, with secrets redacted and bytes that are not UTF-8 escaped."""
+    """Return the variables that affect training, with secrets redacted and non-UTF-8 bytes escaped."""
     names = sorted(name for name in environ if name.startswith(_PREFIXES) or name in _SLURM)
     # Python keeps bytes that are not UTF-8 as lone surrogates, which UTF-8 files cannot hold.
     values = {name: environ[name].encode("utf-8", "backslashreplace").decode("utf-8") for name in names}

@@ -186,8 +186,8 @@ def remedy_of(error: OSError) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "free space or inodes on that disk, or give a folder on another one"
     if error.errno == errno.ENOENT:  # in /proc, or in a folder that was removed
-        return "give a folder that you may write to, and leave it in place while this runs"
-    return "give a folder that you may write to"
+        return "give a folder that you can write to, and leave it in place while this runs"
+    return "give a folder that you can write to"
 
 
 def require_working_folder() -> None:

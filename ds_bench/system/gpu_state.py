@@ -73,16 +73,15 @@ def read_gpus(library: Any = None) -> GpuInventory:
             import pynvml
 
             library = pynvml
-        nvml = library
-        nvml.nvmlInit()
+        library.nvmlInit()
     except Exception:  # no module, no driver, or a mismatched driver: in each case no GPUs
         return GpuInventory()
     try:
-        count = _call(nvml, "nvmlDeviceGetCount") or 0
-        driver = _call(nvml, "nvmlSystemGetDriverVersion")
-        return GpuInventory(driver_version=driver, gpus=tuple(_read_gpu(nvml, index) for index in range(count)))
+        count = _call(library, "nvmlDeviceGetCount") or 0
+        driver = _call(library, "nvmlSystemGetDriverVersion")
+        return GpuInventory(driver_version=driver, gpus=tuple(_read_gpu(library, index) for index in range(count)))
     finally:
-        _call(nvml, "nvmlShutdown")
+        _call(library, "nvmlShutdown")
 
 
 def select_visible(environ: Mapping[str, str], gpus: tuple[GpuFacts, ...]) -> tuple[GpuFacts, ...]:

@@ -221,7 +221,7 @@ _POLL_SECONDS = 0.02
 def end_processes(
     find: Callable[[], set[int]], *, grace_seconds: float = 0.0, first_signal: int = signal.SIGKILL
 ) -> set[int]:
-    """End processes: ``first_signal``, grace, SIGKILL until none is left. Return those that could not be ended.
+    """End processes: ``first_signal``, grace, SIGKILL until none is left. Return those that could not be killed.
 
     ``find``: returns the live ones. It is called repeatedly, since they may start others.
     """

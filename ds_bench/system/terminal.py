@@ -18,7 +18,7 @@ from typing import IO, Any, TextIO, cast
 
 _ASCII = {
     "✅": "[ok]", "❌": "[failed]", "⏹": "[stopped]", "⏭": "[skipped]", "\ufe0f": "", "—": "-", "–": "-", "−": "-",
-    "→": "->", "×": "x", "±": "+/-", "…": "...", "≈": "~", "≥": ">=", "·": "|", "★": "*", "✓": "ok", "✗": "x",
+    "→": "->", "×": "x", "÷": "/", "±": "+/-", "…": "...", "≈": "~", "≥": ">=", "·": "|", "★": "*", "✓": "ok", "✗": "x",
 }  # fmt: skip
 _PLAIN_CHARACTERS = "ds_bench_plain_characters"
 
@@ -195,7 +195,7 @@ class StatusLine:
         self.close()
 
     def close(self) -> None:
-        """Remove the redrawn line; the next one starts again."""
+        """Remove the redrawn line; the next :meth:`show` starts a new one."""
         if self._live is not None:
             self._live.stop()
             self._live = None

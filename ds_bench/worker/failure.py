@@ -1,7 +1,7 @@
 """Classifies an exception in a rank: the kind of failure, and the bytes requested and free.
 
-Texts come from torch 2.11-2.13 and DeepSpeed 0.19.8; each pattern has a test with the real exception, or with its
-text if raising it needs a GPU. The hook of a user's script imports this module in the script's interpreter
+Texts come from torch, DeepSpeed, NCCL, CUDA's libraries and Ray; each pattern has a test with the real exception, or
+with its text if raising it needs a GPU. The hook of a user's script imports this module in the script's interpreter
 (``script_hook``): keep it to the standard library and Python 3.9.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 _CAUSES = tuple(
     (kind, re.compile(pattern, re.IGNORECASE | re.DOTALL))
     for kind, pattern in (
-        # Each names one cause, in words that the wider patterns below would mistake for a full disk or lack of memory.
+        # Each names one cause, which the wider patterns below would miss or mistake for another.
         ("collective_timeout", r"Watchdog caught collective operation timeout"),
         (
             "shared_memory",
@@ -73,7 +73,7 @@ _SCALE = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1, "B": 1}
 def classify(error: BaseException, *, limited: bool = False, device_free_bytes: int | None = None) -> str:
     """Return the kind of failure (``RankFailure.kind``).
 
-    ``limited``: host memory is limited, so a thread that cannot start means that it ran out.
+    ``limited``: host memory is limited, so a thread that cannot start means that memory ran out.
     ``device_free_bytes``: free on the GPU when the error was caught; None if unknown.
     """
     text, (package, *_), name = str(error), type(error).__module__.split("."), type(error).__name__

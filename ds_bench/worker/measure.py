@@ -13,7 +13,7 @@ import deepspeed
 import torch
 import torch.distributed
 
-from ..config.caveats import Caveat, CaveatKind
+from ..config.caveat_texts import Caveat, CaveatKind
 from ..config.deepspeed_config import is_deepcompiled
 from ..config.spec import PassType
 from ..records.rank_files import Assignment, HeartbeatWriter
@@ -47,7 +47,8 @@ def measure(
     save_partial: SavePartial,
     folder: Path,
 ) -> dict[str, Any]:
-    """The fields of a RankMeasurement, as plain JSON values. Raises whatever torch or DeepSpeed raises.
+    """The fields of a RankMeasurement, as JSON values; ``notes`` may hold Caveats. Raises whatever torch or DeepSpeed
+    raises.
 
     ``save_partial`` gets them before the inspection that follows the measured window, so that a failure there does not
     lose them. ``folder``: the trial's.
@@ -100,7 +101,8 @@ def measure(
     # The phase starts again, so that no phase includes reading the weights.
     meter.begin()
 
-    # Seeded again: stages draw differently while they build, and dropout must drop the same elements in every row.
+    # Seeded again: while the model is built, stages draw different random numbers, and dropout must drop the same
+    # elements in every row.
     torch.manual_seed(workload.seed + layout.dropout_rank)
     heartbeat.beat("warmup", 0)
     cpu_before = CpuReading.read()
@@ -114,7 +116,7 @@ def measure(
     further = training_loop.warm_up_compiled(trainer, len(warmup_seconds), min_warmup)
     if further:
         warmup_seconds += further
-        notes.append(f"{len(further)} further warm-up steps, until nothing more was compiled")
+        notes.append(f"warm-up steps added to let compilation settle: {len(further)}")
     graphs = training_loop.compiled_graphs()
     retries, io_before = measured_memory.alloc_retries(accelerator), measured_memory.io_bytes()
     # The phase would be empty if no step followed the one that ended first_step.
@@ -217,7 +219,7 @@ def _measure_training(
 
 
 def _uses_tf32() -> bool:
-    """Whether fp32 matrix products run in TF32: one of torch's switches turns it on, and no variable turns it off."""
+    """Whether fp32 matrix products run in TF32: torch's switch is on, and NVIDIA_TF32_OVERRIDE is not 0."""
     matmul = torch.backends.cuda.matmul
     # Before torch 2.9 only the older switch exists; since then it may not be read alongside the newer one.
     allowed = matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else bool(matmul.allow_tf32)
@@ -227,7 +229,7 @@ def _uses_tf32() -> bool:
 def _backward_with_ledger(engine: Any, loss: torch.Tensor) -> ledger.Ledger:
     """Run backward. Return a ledger from inside it: stages 1 and 2 hold their gradient buckets only there.
 
-    At stage 2, which frees gradients along the way, it is from the middle of backward; at stages 0 and 1, from the
+    At stage 2, which frees gradients along the way, it is taken in the middle of backward; at stages 0 and 1, at the
     last gradient. Empty at stage 3, where the bucket always exists and hooks on partitioned parameters are never
     called; and for reference engines, which hold just as much when backward has ended.
     """
@@ -253,7 +255,7 @@ def _backward_with_ledger(engine: Any, loss: torch.Tensor) -> ledger.Ledger:
 
 
 def _compute_grad_norm(engine: Any) -> Any:
-    """Return the gradient norm before a step, for an engine that reports none; None if it holds no whole gradients."""
+    """Return the gradient norm before a step, if the engine reports none; None in fp16 or without whole gradients."""
     split = engine.zero_optimization_stage() > 0 and not isinstance(engine, ReferenceEngine)
     if split or engine.fp16_enabled() or not any(each.grad is not None for each in engine.module.parameters()):
         return None

@@ -4,13 +4,13 @@ Reads one JSON request per line from standard input. The model is built under ``
 no bytes) on the CPU device, in its training number format; a saved-tensor hook counts the storages that autograd keeps,
 as the ledger of a real run does. Six pairs of batch size and sequence length give the coefficients of a polynomial.
 
-A request with a ``config`` names an architecture whose tensors are known by arithmetic: the model is built with two
+A request with a ``config`` names an architecture whose tensor sizes can be computed: the model is built with two
 layers, unless the request is for the ``whole`` model, because its layers are of several kinds. Any other request names
 a folder, a model on the Hub or a factory. A whole model's tensors are printed immediately (a line with ``partial``);
-then all but two blocks of each kind are removed. In both cases the second block of a kind represents all further ones.
+then all but two blocks of each kind are removed. In both cases the second block of a kind represents all later ones.
 Each request ends with one line: the answer, or ``error``.
 
-In three cases CUDA keeps tensors that differ from the CPU's; ``_CudaKernelMode`` imitates them. A real run is measured
+In three cases CUDA keeps tensors that differ from the CPU's; ``imitate_cuda`` makes up for it. A real run is measured
 by ``ledger``.
 """
 
@@ -57,7 +57,7 @@ _ZERO = sympy.ImmutableMatrix.zeros(len(TERMS), 1)
 _MIN_PARAMETER_FRACTION = 0.1
 """Smallest share of a model's parameters that a list of modules must hold to count as its blocks."""
 FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_OWN_NUMBERS = ("layer_idx", "layer_id", "layer_number", "idx")
+_POSITION_ATTRIBUTES = ("layer_idx", "layer_id", "layer_number", "idx")
 """Attributes that differ between blocks of one kind: each block's position in the model."""
 
 _IN_FP32_UNDER_AUTOCAST = (
@@ -68,6 +68,14 @@ _IN_FP32_UNDER_AUTOCAST = (
     torch.nn.functional.softmax,
     torch.nn.functional.layer_norm,
 )
+# Not looked up on each call: trace_allocations replaces them in torch.
+_DROPOUT, _ATTENTION = torch.nn.functional.dropout, torch.nn.functional.scaled_dot_product_attention
+IMITATED: tuple[tuple[Any, str], ...] = (
+    *((torch, name) for name in ("pow", "softmax")),
+    *((torch.Tensor, name) for name in ("pow", "__pow__")),
+    *((torch.nn.functional, name) for name in ("softmax", "layer_norm", "dropout", "scaled_dot_product_attention")),
+)
+"""Where the functions are that :func:`imitate_cuda` calls differently."""
 
 Answer = dict[str, Any]
 
@@ -83,7 +91,7 @@ def measure(request: Mapping[str, Any], report_partial: Callable[[Answer], None]
     answer: Answer = {}
     autocast = bool(request.get("autocast"))
     for precision in request["precisions"]:
-        if autocast and answer:  # the same, whichever number format the weights would have without it
+        if autocast and answer:  # under autocast the weights are fp32, so all formats give the same
             answer["formats"][precision] = next(iter(answer["formats"].values()))
             continue
         # If weights are frozen, stage 3 keeps more than other stages (linear_of_stage_3). The model is built again,
@@ -164,7 +172,7 @@ def adapt_tiled_loss() -> None:
 
 @contextlib.contextmanager
 def linear_of_stage_3() -> Iterator[None]:
-    """Linear layers as zero.Init replaces them (runtime/zero/linear.py): they keep their input even if the weight is
+    """Replace linear layers as zero.Init does (runtime/zero/linear.py): they keep their input even if the weight is
     frozen; torch's own do so only if it is trained."""
     from deepspeed.runtime.zero.linear import zero3_linear_wrap
 
@@ -172,26 +180,28 @@ def linear_of_stage_3() -> Iterator[None]:
         yield
 
 
-class _CudaKernelMode(TorchFunctionMode):
-    """Saves on the CPU what CUDA's kernels save.
+def imitate_cuda(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function of torch so that it saves on the CPU what CUDA's kernels save.
 
     Dropout: a mask of one byte per element (native_dropout), where the CPU keeps one in the number format. Fused
     attention with dropout: no scores, where the CPU keeps them. Under autocast: powers, softmax and norms of 16-bit
     tensors are computed in fp32 (aten/src/ATen/autocast_mode.h), where the CPU keeps the number format.
     """
+    if function in _IN_FP32_UNDER_AUTOCAST and args and torch.is_autocast_enabled("cpu"):
+        return function(args[0].float(), *args[1:], **kwargs)
+    if function is _DROPOUT:
+        given = _name_arguments(("input", "p", "training", "inplace"), args, {"p": 0.5, "training": True, **kwargs})
+        if given["training"] and 0 < given["p"] < 1:
+            return torch.native_dropout(given["input"], given["p"], True)[0]
+    if function is _ATTENTION:
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+        return function(**{**_name_arguments(names, args, kwargs), "dropout_p": 0.0})
+    return function(*args, **kwargs)
 
+
+class _CudaKernelMode(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if function in _IN_FP32_UNDER_AUTOCAST and args and torch.is_autocast_enabled("cpu"):
-            return function(args[0].float(), *args[1:], **kwargs)
-        if function is torch.nn.functional.dropout:
-            given = _name_arguments(("input", "p", "training", "inplace"), args, {"p": 0.5, "training": True, **kwargs})
-            if given["training"] and 0 < given["p"] < 1:
-                return torch.native_dropout(given["input"], given["p"], True)[0]
-        if function is torch.nn.functional.scaled_dot_product_attention:
-            names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-            return function(**{**_name_arguments(names, args, kwargs), "dropout_p": 0.0})
-        return function(*args, **kwargs)
+        return imitate_cuda(function, args, kwargs or {})
 
 
 def _name_arguments(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -302,7 +312,7 @@ def _count_tensors(model: torch.nn.Module, block_count: int) -> Answer:
 
 
 class _ShortenedModel:
-    """A model with at most two blocks of each kind, and the bytes that its passes keep."""
+    """A model with, if it can be shortened, at most two blocks of each kind, and the bytes that its passes keep."""
 
     def __init__(
         self,
@@ -347,7 +357,7 @@ class _ShortenedModel:
         return shares
 
     def loss_peak_bytes(self, batch_size: int, sequence: int, *, of_loss_alone: bool) -> int:
-        """Peak of live activations and temporaries from the first operation to the first parameter's gradient.
+        """Peak of live activations and temporaries from the first operation to the first gradient of a parameter.
 
         ``of_loss_alone``: from the output layer on, because the layers before it may briefly take more memory than a
         loss in parts.
@@ -424,7 +434,7 @@ def _describe_kind(block: torch.nn.Module) -> Any:
         settings = frozenset(
             (name, value)
             for name, value in vars(module).items()
-            if isinstance(value, bool | int | float | str) and name not in _OWN_NUMBERS
+            if isinstance(value, bool | int | float | str) and name not in _POSITION_ATTRIBUTES
         )
         modules.append((type(module).__name__, settings))
     tensors = tuple((name, tuple(each.shape), each.requires_grad) for name, each in block.named_parameters())
@@ -433,7 +443,7 @@ def _describe_kind(block: torch.nn.Module) -> Any:
 
 @contextlib.contextmanager
 def _loss_in_parts(name: str, *, of_fixed_size: bool) -> Iterator[None]:
-    """Compute a loss in parts as for small micro-batches, whose parts grow, or as for large ones, whose parts do not.
+    """Compute a loss in parts that grow with the micro-batch, as if it were small, or of fixed size, as if large.
 
     For ``chunked``, parts of a fixed size mean its kernel on CUDA, whose parts take no memory.
     """

@@ -3,8 +3,8 @@
 Every rank takes the same steps, whether it is observed or not, so that collectives match and all rows train alike. A
 profiler that fails leaves a caveat; if a training step fails, so does the rank.
 
-``torch`` leaves a trace and a table of steps without stacks and shapes, which slow a step down, and, from one more step
-with both, the memory of each category. ``memory`` shows what allocates memory. On GPUs torch's allocator records every
+``torch`` leaves a trace and a table, taken without stacks and shapes, which slow a step down. One more step, with both,
+yields the memory of each category. ``memory`` shows what allocates memory. On GPUs torch's allocator records every
 allocation with its stack, for torch's memory viewer; the CPU has no such allocator, and there torch.profiler sees the
 bytes that each operator allocates and frees. ``nsys`` opens a window for Nsight Systems.
 """
@@ -25,7 +25,7 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined]  # documente
 from torch.autograd.profiler_util import EventList
 from torch.profiler import ProfilerActivity
 
-from ..config.caveats import Caveat
+from ..config.caveat_texts import Caveat
 from ..config.spec import ProfileName, Trial
 from ..records.schema import Profile
 from . import measured_memory, training_loop
@@ -36,7 +36,7 @@ _MAX_LINE_LENGTH = 200
 MAX_ROWS = 10
 """Rows of a table that the record and the report hold; the file has more."""
 _MAX_EVENTS = 100_000
-"""Maximum number of allocations in the recorded history, which keeps the latest; each takes a few KB."""
+"""Maximum number of allocations and frees in the recorded history, which keeps the latest; each takes a few KB."""
 _ROWS_IN_FILE = 100
 _STEP = "optimizer step"
 """Marks each step in the trace. Its own time is that outside operators."""
@@ -120,7 +120,7 @@ def take_profiles(
                     path.unlink(missing_ok=True)
                 steps.files.clear()
                 reason = " ".join(str(error).split())[:_MAX_LINE_LENGTH]
-                all_notes.append(f"the profile {name} failed on rank {steps.rank}: {type(error).__name__}: {reason}")
+                all_notes.append(f"the {name} profile failed on rank {steps.rank}: {type(error).__name__}: {reason}")
         # Steps that no profiler took on this rank: the other ranks wait for this one in their collectives.
         while steps.left > 0:
             steps.step()
@@ -133,7 +133,7 @@ def take_profiles(
             path.unlink()
             if size:
                 limit = f"{MAX_FILE_BYTES / 2**20:.0f} MB; use fewer --profile-steps"
-                all_notes.append(f"a file of the profile {name} was removed: {path.name} was larger than {limit}")
+                all_notes.append(f"a file of the {name} profile was removed: {path.name} was larger than {limit}")
         if files or lines:
             kept = tuple(line[:_MAX_LINE_LENGTH] for line in lines)
             profiles.append(asdict(Profile(name=name, files=tuple(files), lines=kept)))
@@ -204,7 +204,7 @@ def export_timeline(profiler: torch.profiler.profile, steps: ProfiledSteps) -> s
 
 
 def lines_by_time(averages: Sequence[Any], device: str, step_count: int) -> tuple[str, ...]:
-    """The operators with the most time of their own: milliseconds per step, share, calls per step, name."""
+    """The operators with the most self time: milliseconds per step, share, calls per step, name."""
     on_device = device == "device"
 
     def milliseconds(event: Any) -> float:

@@ -45,12 +45,8 @@ def install_loss(model: Any, name: LossName) -> None:
 
         install_chunked_causal_lm_loss(model)
     elif name == "tiled":
-
-        def tiled_loss(head: Any, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            loss: torch.Tensor = _TiledLoss.apply(hidden, head.weight, head.bias, targets)  # type: ignore[no-untyped-call]
-            return loss
-
-        _replace_head(model, tiled_loss)
+        tiled: Any = _TiledLoss.apply
+        _replace_head(model, lambda head, hidden, targets: tiled(hidden, head.weight, head.bias, targets))
     elif name == "liger":
         # Computes logits and gradients for one part of the tokens at a time.
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # type: ignore[import-not-found]

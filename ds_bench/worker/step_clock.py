@@ -1,8 +1,8 @@
 """Times steps, and with ``--monitor`` reports the loss, memory and time of each while a rank trains.
 
-Nothing waits for the device: on CUDA, events mark the ends of steps. The losses of a step are copied to page-locked
-memory on the stream and read once the device has passed the mark that ends the step, usually one step later. Reports go
-to memory that the parent reads (``records.step_files``).
+Nothing waits for the device between steps: on CUDA, events mark the ends of steps. The losses of a step are copied to
+page-locked memory on the stream and read once the device has passed the mark that ends the step, usually one step
+later. Reports go to a memory-mapped file that the parent reads (``records.step_files``).
 """
 
 from __future__ import annotations
@@ -103,8 +103,16 @@ class StepRecorder:
 
     def end_step(self, clock: StepClock, measured: bool) -> None:
         """Note the step that the clock's last mark ends, and report the steps that the device has finished."""
-        step = _PendingStep(clock, len(clock.marks) - 1, self._losses, time.time(), measured, self._memory())
-        self._pending.append(step)
+        now = time.time()
+        memory: dict[str, int | None] = {
+            "host_resident_bytes": int(os.pread(self._statm, 128, 0).split()[1]) * self._page_bytes
+        }
+        if self._cuda:
+            statistics = torch.cuda.memory_stats_as_nested_dict()  # host-side counters; the flat dict takes longer
+            allocated, reserved = statistics["allocated_bytes"]["all"], statistics["reserved_bytes"]["all"]
+            memory["gpu_allocated_bytes"], memory["gpu_reserved_bytes"] = allocated["current"], reserved["current"]
+            memory["gpu_peak_bytes"] = allocated["peak"]
+        self._pending.append(_PendingStep(clock, len(clock.marks) - 1, self._losses, now, measured, memory))
         self.report()
 
     def report(self) -> None:
@@ -122,16 +130,3 @@ class StepRecorder:
                     **step.memory,
                 )
             )
-
-    def _memory(self) -> dict[str, int | None]:
-        resident = int(os.pread(self._statm, 128, 0).split()[1]) * self._page_bytes
-        if not self._cuda:
-            return {"host_resident_bytes": resident}
-        statistics = torch.cuda.memory_stats_as_nested_dict()  # host-side counters; the flat dict takes longer
-        allocated, reserved = statistics["allocated_bytes"]["all"], statistics["reserved_bytes"]["all"]
-        return {
-            "gpu_allocated_bytes": allocated["current"],
-            "gpu_reserved_bytes": reserved["current"],
-            "gpu_peak_bytes": allocated["peak"],
-            "host_resident_bytes": resident,
-        }

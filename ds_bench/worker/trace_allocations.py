@@ -50,11 +50,6 @@ LAYERS = 3
 _DQ_ROWS = 128
 """FlashAttention's backward pass pads the sequence to a multiple of this (csrc/flash_attn/flash_api.cpp,
 ``seqlen_q_rounded``)."""
-_IN_FP32_UNDER_AUTOCAST: tuple[tuple[Any, str], ...] = (
-    *((torch, name) for name in ("pow", "softmax")),
-    *((torch.Tensor, name) for name in ("pow", "__pow__")),
-    *((torch.nn.functional, name) for name in ("softmax", "layer_norm")),
-)
 
 Event = list[int]
 
@@ -69,14 +64,17 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.of_tiles: list[bool] = []
         """Whether each storage belongs to one tile of a tiled loss."""
         self._tile_tokens = tile_tokens
+        self._in_backward = False
         self._known: dict[int, int] = {}
         self._parameters = {storage for storage, _ in measure_activations.storages(parameters)}
 
     def note(self, *event: int) -> None:
         self.segments[-1][1].append(list(event))
 
-    def begin(self, name: str) -> None:
-        self.segments.append((name, []))
+    def begin(self, name: str, *, backward: bool) -> None:
+        self._in_backward = self._in_backward or backward
+        if backward == self._in_backward:  # not a layer that is computed again
+            self.segments.append((name, []))
 
     def allocate(self, size: int, *, is_of_tile: bool = False) -> int:
         self.sizes.append(size)
@@ -133,16 +131,16 @@ def trace(request: Mapping[str, Any], precision: str) -> dict[str, Any]:
     replaced_layers.install_loss(model, request.get("loss", "model"))
     if request.get("loss") == "tiled":
         measure_activations.adapt_tiled_loss()
-    tracer, numbers = _install(model, blocks)
+    current = _install(model, blocks)
     sizes = [(batch, length) for batch in measure_activations.BATCHES for length in request["sequences"]]
     with measure_activations.linear_of_stage_3() if request.get("efficient_linear") else contextlib.nullcontext():
         how = {"autocast": autocast, "loss_name": request.get("loss", "model")}
-        runs = [_run(model, tracer, numbers, *size, **how) for size in sizes]
+        runs = [_run(model, current, *size, **how) for size in sizes]
     segments = runs[0][0]
     if any(each != segments for each, _ in runs) or tuple(name for name, _ in segments) != SEGMENTS:
         raise ValueError("the allocations of this model depend on the input size")
     table: dict[str, int] = {}
-    polynomials, of_tiles = [], tracer[0].of_tiles
+    polynomials, of_tiles = [], current[0].of_tiles
     for values, is_of_tile in zip(zip(*(bytes_ for _, bytes_ in runs), strict=True), of_tiles, strict=True):
         terms = measure_activations.name_terms(measure_activations.fit_polynomial(sizes, list(values)))
         if is_of_tile:
@@ -156,22 +154,19 @@ def trace(request: Mapping[str, Any], precision: str) -> dict[str, Any]:
     return {"segments": [events for _, events in segments], "sizes": sizes, "tensors": tensors}
 
 
-def _install(
-    model: torch.nn.Module, blocks: list[torch.nn.Module]
-) -> tuple[list[_Tracer], dict[torch.nn.Parameter, int]]:
-    """Install hooks that report to the tracer in the returned list. Also return the number of each parameter."""
+def _install(model: torch.nn.Module, blocks: list[torch.nn.Module]) -> list[_Tracer]:
+    """Install hooks that report to the tracer in the returned list, which is empty: each run puts its own there."""
     current: list[_Tracer] = []
     numbers = {parameter: number for number, parameter in enumerate(model.parameters())}
-    trained = [parameter for parameter in numbers if parameter.requires_grad]
-    in_backward = [False]
 
     def gradient(parameter: torch.nn.Parameter) -> None:
         assert parameter.grad is not None
         current[0].note(GRADIENT, numbers[parameter], current[0].number_of(parameter.grad))
         parameter.grad = None
 
-    for parameter in trained:
-        parameter.register_post_accumulate_grad_hook(gradient)  # type: ignore[no-untyped-call]
+    for parameter in numbers:
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(gradient)  # type: ignore[no-untyped-call]
 
     def enter_backward(_module: torch.nn.Module, _inputs: Any, output: Any) -> None:
         """A module whose output is a mapping, for which torch calls no hook, begins with each gradient of its tensors.
@@ -193,32 +188,23 @@ def _install(
             for register_end in (module.register_forward_hook, module.register_full_backward_hook):
                 register_end(lambda *_, owned=owned: current[0].note(LEAVE, *owned))
 
-    def begin(name: str, *, backward: bool) -> None:
-        in_backward[0] = in_backward[0] or backward
-        if backward == in_backward[0]:  # not a layer that is computed again
-            current[0].begin(name)
-
-    last = len(blocks) - 1
     for number, block in enumerate(blocks):
-        block.register_forward_pre_hook(lambda *_, n=number: begin(f"F{n}", backward=False))
-        block.register_full_backward_pre_hook(lambda *_, n=number: begin(f"B{n}", backward=True))
-    blocks[last].register_forward_hook(lambda *_: begin("H", backward=False))
+        block.register_forward_pre_hook(lambda *_, n=number: current[0].begin(f"F{n}", backward=False))
+        block.register_full_backward_pre_hook(lambda *_, n=number: current[0].begin(f"B{n}", backward=True))
+    blocks[-1].register_forward_hook(lambda *_: current[0].begin("H", backward=False))
 
     def end_first() -> None:
         # Called right away if nothing before the layers is trained, because the layer's input then needs no gradient.
         if current[0].segments[-1] != ("B0", []):
-            begin("T", backward=True)
+            current[0].begin("T", backward=True)
 
     blocks[0].register_full_backward_hook(lambda *_: end_first())
-    current.append(None)  # type: ignore[arg-type]  # set by each run
-    model.ds_bench_in_backward = in_backward  # type: ignore[assignment]
-    return current, numbers
+    return current
 
 
 def _run(
     model: torch.nn.Module,
     current: list[_Tracer],
-    numbers: Mapping[torch.nn.Parameter, int],
     batch_size: int,
     sequence: int,
     *,
@@ -228,9 +214,10 @@ def _run(
     """One forward and backward pass: the segments, and the bytes of each storage."""
     tokens = batch_size * sequence
     tile_tokens = tokens // replaced_layers.MIN_TILES if loss_name == "tiled" else None
-    tracer = current[0] = _Tracer(list(numbers), tile_tokens)
-    model.ds_bench_in_backward[0] = False  # type: ignore[operator]
-    with next(iter(numbers)).fake_mode, _cuda_kernels(), tracer:  # type: ignore[attr-defined]
+    parameters = list(model.parameters())
+    tracer = _Tracer(parameters, tile_tokens)
+    current[:] = [tracer]
+    with parameters[0].fake_mode, _cuda_kernels(), tracer:  # type: ignore[attr-defined]
         batch = measure_activations.make_fake_tokens(batch_size, sequence)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             loss = training_loop.loss_of(model(**batch))
@@ -239,35 +226,22 @@ def _run(
             warnings.simplefilter("ignore")
             loss.backward()  # type: ignore[no-untyped-call]
         for name in SEGMENTS[len(tracer.segments) :]:  # missing without gradients in or before the first layers
-            tracer.begin(name)
+            tracer.begin(name, backward=True)
         del loss, batch
     return tracer.segments, tracer.sizes
 
 
 @contextlib.contextmanager
 def _cuda_kernels() -> Iterator[None]:
-    """Dropout, attention and autocast as ``measure_activations`` imitates them for CUDA, but as patches: a function
-    mode is not active while backward recomputes a layer."""
-    attention = torch.nn.functional.scaled_dot_product_attention
+    """Imitate CUDA as ``measure_activations`` does, but with patches: a function mode is not active while backward
+    recomputes a layer."""
 
-    def dropout(tensor: torch.Tensor, p: float = 0.5, training: bool = True, *_: Any, **__: Any) -> torch.Tensor:
-        return torch.native_dropout(tensor, p, True)[0] if training and 0 < p < 1 else tensor
+    def imitation(function: Any) -> Any:
+        return lambda *args, **kwargs: measure_activations.imitate_cuda(function, args, kwargs)
 
-    def without_dropout(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return attention(*args[:4], **{**kwargs, "dropout_p": 0.0})
-
-    def in_fp32(function: Any) -> Any:
-        """Autocast's rule on CUDA, which the CPU does not have (aten/src/ATen/autocast_mode.h)."""
-        return lambda tensor, *args, **kwargs: function(
-            tensor.float() if torch.is_autocast_enabled("cpu") else tensor, *args, **kwargs
-        )
-
-    functional = torch.nn.functional
     with contextlib.ExitStack() as patches:
-        patches.enter_context(mock.patch.object(functional, "dropout", dropout))
-        patches.enter_context(mock.patch.object(functional, "scaled_dot_product_attention", without_dropout))
-        for owner, name in _IN_FP32_UNDER_AUTOCAST:
-            patches.enter_context(mock.patch.object(owner, name, in_fp32(getattr(owner, name))))
+        for owner, name in measure_activations.IMITATED:
+            patches.enter_context(mock.patch.object(owner, name, imitation(getattr(owner, name))))
         yield
 
 

@@ -48,7 +48,7 @@ def synchronize(accelerator: str) -> None:
 
 
 class Trainer:
-    """Trains a DeepSpeed engine step by step, with a heartbeat at each phase."""
+    """Trains an engine, DeepSpeed's or a reference, step by step, with a heartbeat at each phase."""
 
     def __init__(
         self,
@@ -64,8 +64,8 @@ class Trainer:
     ) -> None:
         """``loaded``: the micro-batches to train on; None: ``batches``, again and again.
 
-        ``loss_share``: weight of this rank's mean loss in the mean loss of its sequences, shared by ``loss_parts``
-        ranks. ``synchronized``: see ``StepClock``.
+        ``loss_share``: weight of this rank's mean loss in that of its sequences, which ``loss_parts`` ranks share.
+        ``synchronized``: see ``StepClock``.
         """
         self.engine = engine
         self.accelerator = accelerator
@@ -92,7 +92,7 @@ class Trainer:
         if self._loss_parts == 1:
             return loss
         own = loss * self._loss_share
-        # The second term has a value and no gradient.
+        # The second term has a value but no gradient.
         return own + (self._loss_parts - 1) * own.detach()
 
     def step(self) -> None:
@@ -111,11 +111,6 @@ class Trainer:
         self._losses.append(losses)
         self._grad_norms.append(reported_grad_norm(self.engine))
         self._steps_done += 1
-
-    @property
-    def scales_loss(self) -> bool:
-        """Whether fp16's dynamic loss scale may skip steps."""
-        return bool(self.engine.fp16_enabled() and self.engine.dynamic_loss_scale())
 
     @property
     def skipped(self) -> int:
@@ -186,7 +181,8 @@ def warm_up(trainer: Trainer, steps: int, after: Iterable[tuple[int, Callable[[]
         if done <= steps:
             seconds += trainer.time_steps(done - len(seconds)) if done > len(seconds) else []
             call()
-    for _ in range(_MAX_EXTRA_WARMUP if trainer.scales_loss else 0):
+    scales_loss = trainer.engine.fp16_enabled() and trainer.engine.dynamic_loss_scale()
+    for _ in range(_MAX_EXTRA_WARMUP if scales_loss else 0):
         if trainer.skipped < len(seconds):
             break
         seconds += trainer.time_steps(1)

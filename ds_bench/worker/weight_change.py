@@ -31,7 +31,7 @@ from .reference_engines import ReferenceEngine
 EARLY_STEPS = 5
 """Optimizer steps over which weight changes are compared, however long the trial is."""
 DIMENSIONS = 256
-"""Sums in a sketch: a norm computed from it is accurate to about 10 % (√(2/256) is 0.09)."""
+"""Sums in a sketch: the standard error of a norm computed from it is about 4 % (half of √(2/256), the square's)."""
 MAX_SECONDS = 60.0
 """Limit for one pass over a rank's weights. One core reads about 300 million per second: 23 s for 7 billion on one rank
 with a CPU optimizer, 29 s for an eighth of 70 billion."""
@@ -40,7 +40,7 @@ _PERIOD = 256 * DIMENSIONS
 _SIGN_SEED = 2002
 _DIGITS = 9
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Bytes of an element → whole numbers of that size."""
+"""Bytes of an element → integer type of that size."""
 _PIECE_ELEMENTS = 2**22
 """Elements of a frozen tensor summed at a time; in int64 each takes 8 bytes."""
 
@@ -64,11 +64,11 @@ class WeightChange:
         self._early_start, self.early_window = self._before, dict[str, Any]()
 
     def since_start(self) -> list[float] | None:
-        """Return the sketch of this rank's changes since the start; None if not finite or, with a note, unreadable."""
+        """Return the sketch of this rank's changes since the start; None if not finite or not read (``note``)."""
         return self._since(self._before)
 
     def watch(self, window: range, skipped_steps: Callable[[], int]) -> list[tuple[int, Callable[[], None]]]:
-        """Return the calls that fill ``early_window`` with an EarlyWindow's fields, each after a number of steps."""
+        """Return calls that fill ``early_window`` with an EarlyWindow's fields, each with the steps taken before it."""
 
         def start() -> None:
             # The weights before the first step have been read already.
@@ -282,7 +282,7 @@ def _stage3_fragments(wrapper: Any, names: dict[int, str]) -> Iterator[Fragment]
     for index, (group, flat) in enumerate(zip(wrapper.fp16_groups, wrapper.fp32_partitioned_groups_flat, strict=True)):
         swapped = wrapper._swappable_optimizer_subgroup(index)
         if swapped:
-            # Do not prefetch the next sub-group: if the pass ended first, training would find the wrong one.
+            # Do not prefetch the next sub-group: if the pass ended before using it, training would find the wrong one.
             wrapper.optimizer_swapper.swap_in_optimizer_state(parameter=flat, async_parameter=None)
         try:
             offset = 0

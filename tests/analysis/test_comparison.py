@@ -14,7 +14,7 @@ from ds_bench.analysis.comparison import Comparison, ComparisonRow, compare, rat
 from ds_bench.analysis.load_results import flat_run
 from ds_bench.analysis.loss_parity import with_loss_caveats
 from ds_bench.analysis.row import Run, make_run
-from ds_bench.config.caveats import Caveat, CaveatKind, note
+from ds_bench.config.caveat_texts import Caveat, CaveatKind, note
 from ds_bench.config.spec import Trial
 from ds_bench.errors import UsageError
 from ds_bench.records.schema import TrialRecord

@@ -221,15 +221,17 @@ def test_the_reference_result_is_read_from_its_flat_json_alone() -> None:
         assert {name: again[name] for name in row if name in again} == {n: v for n, v in row.items() if n in again}
 
 
-def test_an_emulated_card_and_nodes_come_back_from_a_flat_row(tmp_path: Path) -> None:
+@pytest.mark.parametrize("limit_bytes", [None, 20 * fakes.GB])
+def test_an_emulated_card_and_nodes_come_back_from_a_flat_row(tmp_path: Path, limit_bytes: int | None) -> None:
     place = fakes.placement(
-        accelerator="cuda", num_gpus=3, hosts=(("a", 2), ("b", 1)), hostfile="/h", gpu_memory_limit_bytes=20 * fakes.GB
+        accelerator="cuda", num_gpus=3, hosts=(("a", 2), ("b", 1)), hostfile="/h", gpu_memory_limit_bytes=limit_bytes
     )
-    stored = save(tmp_path, fakes.success(fakes.trial(on=place), data_parallel_size=3))
+    outside = {"gpu_device_used_bytes": 12 * fakes.GB, "gpu_reserved_bytes": 10 * fakes.GB}
+    stored = save(tmp_path, fakes.success(fakes.trial(on=place), data_parallel_size=3, **outside))
     alone = tmp_path / "elsewhere.json"
     alone.write_bytes(stored.json_path.read_bytes())
     (run,) = load_results.load(alone).runs
-    assert run.trial.placement.gpu_memory_limit_bytes == 20 * fakes.GB
+    assert run.trial.placement.gpu_memory_limit_bytes == limit_bytes
     assert (run.trial.placement.num_nodes, run.trial.placement.ranks_text) == (1, "3")
 
 

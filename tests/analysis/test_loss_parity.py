@@ -12,7 +12,7 @@ from ds_bench.analysis.comparison import compare
 from ds_bench.analysis.load_results import flat_run
 from ds_bench.analysis.loss_parity import compare_losses, with_loss_caveats
 from ds_bench.analysis.row import Run, make_run
-from ds_bench.config.caveats import Caveat, CaveatKind, has_kind
+from ds_bench.config.caveat_texts import Caveat, CaveatKind, has_kind
 from ds_bench.config.spec import Inspection, ProfileName
 from ds_bench.recommend.recommendation import recommend
 from ds_bench.records.schema import EarlyWindow

@@ -21,7 +21,7 @@ from ds_bench.analysis.row import (
     make_run,
     node_phase_memory,
 )
-from ds_bench.config.caveats import CaveatKind
+from ds_bench.config.caveat_texts import CaveatKind
 from ds_bench.models.presets import find_preset
 from ds_bench.records import schema
 from ds_bench.records.schema import CheckpointAction, PhaseMemory, RankMeasurement, TrialRecord

@@ -42,7 +42,9 @@ def predicted(records: Sequence[TrialRecord]) -> list[TrialRecord]:
     trials = trial_predictions.attach_predictions(
         [record.trial for record in records], profile, MemoryCapacity(gpu_bytes=None, host_bytes=None), skip=False
     )
-    completed = [trial_predictions.with_changes(each, profile, facts.hidden_size, is_short=False) for each in trials]
+    completed = [
+        trial_predictions.with_savings(each, profile, facts.hidden_size, lacked_memory=False) for each in trials
+    ]
     return [replace(record, trial=trial) for record, trial in zip(records, completed, strict=True)]
 
 

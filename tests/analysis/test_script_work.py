@@ -10,7 +10,7 @@ import pytest
 from ds_bench.analysis.load_results import flat_run
 from ds_bench.analysis.loss_parity import with_loss_caveats
 from ds_bench.analysis.row import Run, make_run
-from ds_bench.config.caveats import CaveatKind
+from ds_bench.config.caveat_texts import CaveatKind
 from ds_bench.config.training_script import Script
 from ds_bench.report.comparison_columns import short_columns
 from ds_bench.report.comparison_report import build_report
@@ -138,7 +138,7 @@ def test_known_bugs_of_the_scripts_deepspeed_are_caveats() -> None:
 def test_steps_with_an_evaluation_or_a_save_are_named_and_do_not_make_a_row_unstable() -> None:
     seconds, apart = (1.0, 5.0, 1.0, 3.0), {"evaluation_forwards": (0, 0, 0, 2, 0, 0), "saves": (1, 0, 0, 0, 0, 1)}
     (caveat,) = row(1, seconds=seconds, **apart).caveats
-    assert caveat.values == {"count": 2, "steps": 4, "apart": 4.0, "usual": 1.0}
+    assert caveat.values == {"count": 2, "steps": 4, "evaluated": 4.0, "usual": 1.0}
     # A reference model is evaluated in every step: then none is unusual.
     kinds = [CaveatKind.UNSTABLE_STEPS, CaveatKind.NOT_STEADY]
     assert [each.kind for each in row(1, seconds=seconds, saves=(1,) * 6).caveats] == kinds

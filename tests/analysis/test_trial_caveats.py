@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ds_bench.analysis.row import Run, make_run
-from ds_bench.config.caveats import Caveat, CaveatKind
+from ds_bench.config.caveat_texts import Caveat, CaveatKind
 from ds_bench.records.schema import OffloadTimes
 from tests.support import fakes
 from tests.support.runs import CUDA, run_of, seen

@@ -14,7 +14,7 @@ import pytest
 
 from ds_bench.cli import commands
 from ds_bench.cli.arguments import ALIASES, build_parser, parse
-from ds_bench.config.caveats import CaveatKind
+from ds_bench.config.caveat_texts import CaveatKind
 from ds_bench.config.options import Options
 from ds_bench.config.rules import RULES
 from ds_bench.errors import UsageError

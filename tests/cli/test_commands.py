@@ -157,7 +157,7 @@ def test_export_finds_the_row_and_says_which_of_several_results_it_is_from(
     capsys.readouterr()
     assert main(["report", str(flat), one, other, "--export", "0"]) == 0
     (said,) = [line for line in capsys.readouterr().err.splitlines() if "taken from" in line]
-    assert said.endswith(f"({one})")
+    assert said.endswith(f", {one})")
     for stage in (0, 3):
         config = json.loads((tmp_path / f"ds_config_zero{stage}" / "ds_config.json").read_text(encoding="utf-8"))
         assert config["zero_optimization"]["stage"] == stage

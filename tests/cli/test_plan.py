@@ -314,4 +314,4 @@ def test_every_row_that_fits_is_exported_and_a_tight_one_says_so(
     (tmp_path / "file").write_text("")
     capsys.readouterr()
     assert main([*asked[:-1], str(tmp_path / "file")]) == 2
-    assert "may write to" in capsys.readouterr().err
+    assert "can write to" in capsys.readouterr().err

@@ -123,11 +123,11 @@ def test_commands_at_the_end_of_a_run(
         assert script.main(family, fakes.make_config, [*words, "--output-dir", str(scripted.output)]) == 130
     shown = capsys.readouterr()
     answer, _, notes = shown.out.partition("\n\n")
-    (page,) = re.findall(r"^  \d+ notes?: (.*)$", notes, re.MULTILINE)
+    (page,) = re.findall(r"^  \d+ notes? and charts: (.*)$", notes, re.MULTILINE)
     (resume,) = re.findall(r"continue with: (.*)$", shown.err, re.MULTILINE)
     _, next_line, files_line = answer.splitlines()
     assert next_line == f"  Next:  {resume}"
-    assert files_line.startswith(f"  Files: {scripted.folder} (how to train: recommended/README.md), ")
+    assert files_line.startswith(f"  Files: {scripted.folder} (to train: its recommended/README.md), ")
     run_line(page)
     assert (tmp_path / "report.html").is_file()
     run_line(resume, "--dry-run")
@@ -201,5 +201,5 @@ def test_commands_run_in_the_users_environment(name: str, tmp_path: Path, monkey
     again = run_line(recorded, "--dry-run", "--verbose", variables=variables)
     assert again.count("gradient_clipping") == first.stdout.count("gradient_clipping") > 0
     assert again.count("0.125") == first.stdout.count("0.125")
-    cold = re.findall(r"made TRIAL_FOLDER:\n(.*) -m deepspeed\.launcher\.runner", first.stdout)[0]
+    cold = re.findall(r"made by the run\):\n(.*) -m deepspeed\.launcher\.runner", first.stdout)[0]
     run_line(f"{cold} -c 'import ds_bench'", variables=variables)

@@ -123,7 +123,7 @@ REFUSED = {
     "model: {name: tiny}\ndataset: {vocab_size: 2000}": "dataset.vocab_size 2000 is beyond the 1000 ids of tiny",
     "dataset: {dtype: uint16}": "dataset.dtype without dataset.path",
     "dataloader: {prefetch: 4}": "dataloader.prefetch 4 without worker processes. Add dataloader.workers 1 or more",
-    "dataset: {path: ids.uint16}\nmodel: {name: tiny}": "holds the id 2000",
+    "dataset: {path: ids.uint16}\nmodel: {name: tiny}": "has the id 2000",
     "dataset: {path: short.uint16}\nmodel: {name: tiny}": "8 tokens, fewer than one sequence of 256. Give a longer",
     f"training: {{seq_len: {HUNDRED}, steps: {HUNDRED}, grad_accum: {HUNDRED}}}": "makes 4,000,000 trials",
 }

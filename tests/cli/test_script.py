@@ -44,8 +44,8 @@ BAD_INPUT = [
     (ZERO, "--resume absent", ("--resume absent", "run.json")),
     (ZERO, "--resume unsettled/runs/zero_20261121_093000", ("nothing to resume", "Start it again")),
     # Before the model and the machine are looked at.
-    (ZERO, "--output-dir /proc/nowhere --model nowhere/none", ("--output-dir /proc/nowhere", "may write")),
-    (OFFLOAD, "--model tiny --nvme-path absent", ("--nvme-path", "not a folder")),
+    (ZERO, "--output-dir /proc/nowhere --model nowhere/none", ("--output-dir /proc/nowhere", "can write")),
+    (OFFLOAD, "--model tiny --nvme-path absent", ("--nvme-path", "does not exist")),
     (OFFLOAD, "--model tiny --num-gpus 2 --accelerator cuda", ("--accelerator cuda",)),
     (OFFLOAD, "--model tiny --nvme-path /tmp/\udcff", ("not valid UTF-8",)),  # its record could not be read back
 ]

@@ -11,7 +11,7 @@ import pytest
 
 from ds_bench.cli import commands
 from ds_bench.cli.report import build_reports
-from ds_bench.config.caveats import CaveatKind
+from ds_bench.config.caveat_texts import CaveatKind
 from tests.support.fakes import FakeLauncher
 from tests.support.scripted_run import Run, ScriptedRun
 

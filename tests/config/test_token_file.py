@@ -61,7 +61,7 @@ def test_unusable_files_are_refused_with_the_remedy(tmp_path: Path, subtests: py
         read_token_file(tmp_path / "header.npy", "uint16")
     found = read_token_file(write(tmp_path / "ids.uint16", [5, 999, 0]), None)
     found.require_usable(1000, "the model tiny", 3)
-    with pytest.raises(UsageError, match=r"holds the id 999 \(token 1\), beyond the 999 ids of the model tiny"):
+    with pytest.raises(UsageError, match=r"has the id 999 at position 1, but the model tiny has only 999 ids"):
         found.require_usable(999, "the model tiny", 3)
     with pytest.raises(UsageError, match=r"has 3 tokens, fewer than one sequence of 4. Give .* 3 tokens or fewer"):
         found.require_usable(None, "", 4)

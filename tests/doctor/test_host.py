@@ -148,7 +148,8 @@ def test_healthy_gpu_is_ok_and_a_silent_one_unreadable() -> None:
 
 SLOW = card(throttle_reasons=("gpu_idle", "hw_slowdown"), temperature_celsius=93, power_limit_watts=350.0)
 FAULTS: tuple[tuple[dict[str, Finding], str, str, str], ...] = (
-    (gpus(card(memory_used_bytes=20 * GB)), "GPU 0 memory", "warning", "outside this container"),
+    (gpus(card(memory_used_bytes=20 * GB)), "GPU 0 memory", "warning",
+     "used by processes that NVML does not list, perhaps in a container"),
     (gpus(card(memory_used_bytes=GB)), "GPU 0 memory", "ok", ""),  # the driver's own
     (gpus(card(other_processes=((77, 3 * GB), (99, None)))), "GPU 0 memory", "warning",
      "used by process 77 (3.00 GB), process 99 (bytes not visible)"),

@@ -133,7 +133,7 @@ CASES = {
         command="k_no_deepspeed.py --deepspeed_config {config}",
         configs="zero2",
         status="❌ NoEngine",
-        error="without a step of a DeepSpeed engine",
+        error="before a DeepSpeed engine took a step",
     ),
     "fails on one rank": Case(
         command="k_fails.py --rank 1 --deepspeed_config {config}",

@@ -15,7 +15,7 @@ import pytest
 from ds_bench.analysis.loss_parity import compare_losses, with_loss_caveats
 from ds_bench.analysis.row import make_run
 from ds_bench.analysis.step_costs import step_costs
-from ds_bench.config.caveats import LOSS_KINDS, Caveat, CaveatKind
+from ds_bench.config.caveat_texts import LOSS_KINDS, Caveat, CaveatKind
 from ds_bench.config.spec import PASS_TYPES, Configuration, Inspection, Trial
 from ds_bench.launch import Limits
 from ds_bench.launch.warm_launcher import WarmLauncher

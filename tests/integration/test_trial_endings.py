@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ds_bench.analysis.row import make_run
-from ds_bench.config.caveats import CaveatKind
+from ds_bench.config.caveat_texts import CaveatKind
 from ds_bench.config.spec import Workload
 from ds_bench.launch import Limits, rank_environment
 from ds_bench.launch import trial as cold

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from ds_bench.analysis.row import make_run
-from ds_bench.config.caveats import Caveat, CaveatKind
+from ds_bench.config.caveat_texts import Caveat, CaveatKind
 from ds_bench.config.spec import Trial
 from ds_bench.launch import Progress, ProgressCallback, gpu_monitor
 from ds_bench.launch.gpu_monitor import GpuMonitoringLauncher

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_bench import runner
-from ds_bench.config.caveats import Caveat, CaveatKind, as_caveat
+from ds_bench.config.caveat_texts import Caveat, CaveatKind, as_caveat
 from ds_bench.config.deepspeed_config import MakeConfig
 from ds_bench.config.identity import work_key
 from ds_bench.config.options import Options

@@ -80,7 +80,7 @@ class Fragmenting(allocation_replay.Rank):
         for size in (12, 10, 18):
             self.allocate(size * 2**20)
 
-    def end_backward(self, number: int) -> None: ...
+    def end_backward(self) -> None: ...
 
     def update(self) -> None: ...
 
@@ -155,7 +155,10 @@ def test_settings_that_the_replay_does_not_know_are_left_to_the_rule() -> None:
         (with_liger_loss(llama(zero(3), loss="liger")), "the liger loss"),
         (with_frozen_embedding(llama(make_configuration(named_strategy("fsdp2")))), "frozen parameters in FSDP2"),
         (llama(zero(3), compile="torch"), None),  # whose activations are not known
-        (replace(llama(zero(3)), profile=replace(llama(zero(3)).profile, facts=None)), "a model without a trace"),
+        (
+            replace(llama(zero(3)), profile=replace(llama(zero(3)).profile, facts=None)),
+            "the lack of a trace of this model",
+        ),
     ]  # fmt: skip
     for planned, obstacle in asked:
         need = replace(planned, replays="always").judge(None).gpu_need

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ds_bench.analysis.row import make_run
-from ds_bench.config.caveats import CaveatKind, has_kind
+from ds_bench.config.caveat_texts import CaveatKind, has_kind
 from ds_bench.config.identity import work_key
 from ds_bench.config.spec import Trial
 from ds_bench.errors import PreflightError
@@ -157,6 +157,14 @@ def test_stored_prediction_is_read_back_and_is_not_part_of_the_work() -> None:
     saved = json.loads(json.dumps(replace(trial, prediction=whole.to_dict()).to_dict()))
     assert stored_prediction(json_files.build(Trial, saved)) == whole
     assert stored_prediction(replace(trial, prediction={"gpu": "much"})) is None
+
+
+def test_more_gpus_are_whole_nodes_as_large_as_the_one_of_the_trial() -> None:
+    on = fakes.placement(accelerator="cuda", num_gpus=16)
+    trial = foreseen(fakes.trial(fakes.zero(3), on=on, of=LLAMA_WORK), profile=LLAMA)
+    found = stored_prediction(trial_predictions.with_savings(trial, LLAMA, lacked_memory=True))
+    assert found is not None
+    assert {each.settings.get("num_gpus", 16) for each in found.alternatives or ()} == {16, 32, 64, 128}
 
 
 def recorded(gpu: dict[str, int], predicted_ledger: dict[str, dict[str, int]], **measured: Any) -> TrialRecord:

@@ -45,7 +45,7 @@ def predicted(trial: Trial, profile: Any) -> Trial:
     card = 80 * GB if trial.placement.accelerator == "cuda" else None
     capacity = MemoryCapacity(gpu_bytes=card, host_bytes=None)
     (found,) = trial_predictions.attach_predictions([trial], profile, capacity, skip=False)
-    return trial_predictions.with_changes(found, profile, gpu_bytes=card, is_short=True)
+    return trial_predictions.with_savings(found, profile, gpu_bytes=card, lacked_memory=True)
 
 
 def planned(strategy: Configuration, cards: int = 1, **work: Any) -> Trial:
@@ -259,13 +259,13 @@ def test_record_has_changes_only_if_memory_was_short_and_no_process_traces_for_t
     none = MemoryCapacity(gpu_bytes=None, host_bytes=None)
     (trial,) = trial_predictions.attach_predictions([trial], profile, none, skip=False)
     found, fine = (
-        stored(trial_predictions.with_changes(trial, profile, gpu_bytes=24 * GB, is_short=short))
+        stored(trial_predictions.with_savings(trial, profile, gpu_bytes=24 * GB, lacked_memory=short))
         for short in (True, False)
     )
     assert fine.alternatives is None
     assert fine.savings == found.savings != ()
     reasons = {each.need.not_replayed for each in found.alternatives if each.need is not None}
-    assert reasons == {None, "a model without a trace"}
+    assert reasons == {None, "the lack of a trace of this model"}
 
 
 @pytest.mark.parametrize("cards", [1, 4])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ds_bench.config.caveats import Caveat, CaveatKind
+from ds_bench.config.caveat_texts import Caveat, CaveatKind
 from ds_bench.records.json_files import append_line, write_json
 from ds_bench.records.rank_files import PHASES, Assignment, HeartbeatWriter, RankExit, read_beat, read_exits
 from ds_bench.system.files import write_text

@@ -47,7 +47,7 @@ def test_a_run_whose_trials_cannot_be_read_is_refused(run: RunFolder) -> None:
 
 def test_another_machine_and_one_that_is_not_known_are_refused(run: RunFolder) -> None:
     require_same_machine(run, fakes.environment())
-    with pytest.raises(UsageError, match="not the same machine"):
+    with pytest.raises(UsageError, match="other hardware or versions"):
         require_same_machine(run, replace(fakes.environment(), cpu_model="another"))
     edit(run, lambda facts: facts.update(environment={"hostname": 3}))
     with pytest.raises(UsageError, match=r"run\.json: environment\.hostname is 3"):

@@ -105,7 +105,7 @@ def test_a_folder_that_cannot_be_written_fails_before_any_work_and_names_itself(
     with pytest.raises(PreflightError) as caught:
         RunFolder.create(path, "zero")
     assert f"--output-dir {path} cannot be written" in str(caught.value)
-    assert "Give a folder that you may write to" in str(caught.value)
+    assert "Give a folder that you can write to" in str(caught.value)
     assert caught.value.exit_code == 2
 
 

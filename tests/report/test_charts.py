@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from ds_bench.analysis.comparison import Comparison
 from ds_bench.analysis.row import Run, make_run
-from ds_bench.config.caveats import Caveat, CaveatKind
+from ds_bench.config.caveat_texts import Caveat, CaveatKind
 from ds_bench.config.spec import Placement
 from ds_bench.records import schema
 from ds_bench.report import comparison_charts

@@ -9,9 +9,18 @@ from syrupy.assertion import SnapshotAssertion
 
 from ds_bench.analysis.comparison import ComparisonRow
 from ds_bench.analysis.intervals import RatioInterval
-from ds_bench.config.caveats import Caveat, CaveatKind
+from ds_bench.analysis.load_results import flat_run
+from ds_bench.analysis.row import make_run
+from ds_bench.config.caveat_texts import Caveat, CaveatKind
 from ds_bench.records.schema import CommunicationOperation, OffloadTimes, Profile
-from ds_bench.report.comparison_columns import NOT_TESTED, TABLE_COLUMNS, detail_tables, measured_columns, row_status
+from ds_bench.report.comparison_columns import (
+    NOT_TESTED,
+    TABLE_COLUMNS,
+    detail_tables,
+    failure_text,
+    measured_columns,
+    row_status,
+)
 from ds_bench.units import MISSING
 from tests.support import fakes
 from tests.support import sample_reports as samples
@@ -66,6 +75,40 @@ def test_a_status_is_that_of_a_failed_run_with_how_many_failed(subtests: pytest.
             strategy = fakes.zero(1)
             runs = (samples.run(strategy, 0.1) if each else samples.failed(strategy) for each in good)
             assert row_status(samples.row("ZeRO-1", *runs), lambda status: f"! {status}") == text
+
+
+ENDINGS = {
+    # An exception: its class is the status, and the error names it.
+    "OSError in step: No space": ("OSError", "OSError in step: No space"),
+    "SystemExit in step: 3": ("SystemExit", "SystemExit in step: 3"),
+    # Its class has the name of a status.
+    "Crashed in the optimizer step: Timeout in step: no": ("Crashed", "Timeout in step: no"),
+    "OOM (disk) in the optimizer step: OSError in step: No space": ("OOM (disk)", "OSError in step: No space"),
+    # Only begins like an exception.
+    "Killed in the optimizer step: Killed by an admin": ("Killed", "Killed by an admin"),
+    "Interrupted in the optimizer step": ("Interrupted", "interrupted while it ran"),
+    "Unsupported in the optimizer step": ("Unsupported", None),
+}
+
+
+def test_how_a_row_failed_names_its_status_and_phase_once(subtests: pytest.Subtests) -> None:
+    for text, (status, error) in ENDINGS.items():
+        record = fakes.failure(status=status, error=error, phase="step")
+        with subtests.test(text):
+            assert failure_text(record) == failure_text(make_run(record)) == text
+
+
+def test_a_flat_row_shows_an_exception_as_its_record_does() -> None:
+    for error in ("OSError in step: No space", "SystemExit in step: 3"):
+        run = make_run(fakes.failure(status=error.split()[0], error=error, phase="step"))
+        assert failure_text(flat_run(run.row)) == failure_text(run) == error
+
+
+def test_a_script_that_exits_with_a_code_raised_no_exception() -> None:
+    of = fakes.trial(of=fakes.with_another(fakes.workload(), "script"))
+    error = "the script ended after 3 of 7 steps, with exit code 2"
+    record = fakes.failure(of, "SystemExit", error=error, phase="")
+    assert failure_text(record) == failure_text(make_run(record)) == f"SystemExit: {error}"
 
 
 # ------------------------------------------------------------------ parts and costs of a step

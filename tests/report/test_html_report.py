@@ -14,7 +14,7 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from ds_bench.analysis.load_results import flat_run
-from ds_bench.config.caveats import Caveat, CaveatKind, note
+from ds_bench.config.caveat_texts import Caveat, CaveatKind, note
 from ds_bench.errors import UsageError
 from ds_bench.recommend.message_templates import Fact
 from ds_bench.recommend.recommendation import recommend

@@ -97,7 +97,7 @@ def test_repeats_are_counted_and_the_time_left_is_of_all_that_is_left() -> None:
         fakes.failure(plan[2], "ValueError", error="ValueError in forward:\n no"),
         fakes.failure(plan[3], "Killed", error="killed by SIGTERM"),
         fakes.failure(plan[4], "Unsupported", error=None, phase=None),
-        fakes.failure(plan[5], "Interrupted"),
+        fakes.failure(plan[5], "Interrupted", error="interrupted while it ran"),
     ]
     assert lines_of([*plan, fakes.trial(fakes.zero(2))], records, repeats=3) == [
         "[1/7] ZeRO-0 run 1/3 ✓ 5,120 tok/s 75.4 GB · about 1 min 15 s left",
@@ -105,7 +105,7 @@ def test_repeats_are_counted_and_the_time_left_is_of_all_that_is_left() -> None:
         "[3/7] ZeRO-0 run 2/3 ✗ ValueError in forward: no · about 25 s left",
         "[4/7] ZeRO-1 run 2/3 ✗ Killed in backward: killed by SIGTERM · about 16 s left",
         "[5/7] ZeRO-0 run 3/3 ✗ Unsupported · about 9.8 s left",
-        "[6/7] ZeRO-1 run 3/3 ✗ Interrupted in backward: asked 2.00 GB",
+        "[6/7] ZeRO-1 run 3/3 ✗ Interrupted in backward",
     ]
 
 

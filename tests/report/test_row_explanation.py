@@ -41,7 +41,7 @@ def runs(
         MemoryCapacity(gpu_bytes=None, host_bytes=None),
         skip=False,
     )
-    trials = [trial_predictions.with_changes(each, profile, facts.hidden_size, is_short=False) for each in trials]
+    trials = [trial_predictions.with_savings(each, profile, facts.hidden_size, lacked_memory=False) for each in trials]
     prediction = trial_predictions.stored_prediction(trials[0])
     assert prediction is not None
     kept = {name: size for name, size in prediction.ledger["gpu"].items() if name in ("parameters", "optimizer_states")}

@@ -40,6 +40,7 @@ def ask(strategy: Configuration, ranks: int = 2, *, model: ModelProfile = TOY, *
         placement=placement(accelerator="cuda", num_gpus=ranks, nvme_path="/nvme"),
         configuration=strategy,
         changes=changes,
+        ranks_per_node=max(8, ranks),
     )
 
 

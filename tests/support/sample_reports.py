@@ -10,7 +10,7 @@ from typing import Any
 from ds_bench.analysis.comparison import Comparison, ComparisonRow
 from ds_bench.analysis.intervals import RatioInterval
 from ds_bench.analysis.row import Run, make_run
-from ds_bench.config.caveats import Caveat, CaveatKind
+from ds_bench.config.caveat_texts import Caveat, CaveatKind
 from ds_bench.config.spec import Configuration, Placement, Workload
 from ds_bench.recommend.message_templates import Fact
 from ds_bench.recommend.recommendation import Recommendation

@@ -167,7 +167,7 @@ def test_output_folder_that_is_removed_during_a_run_ends_it_in_one_line(
     assert scripted.run("--stages", "0", "1", "2", script=FakeLauncher("Success", remove)) == 1
     printed = capsys.readouterr()
     (line,) = printed.err.strip().splitlines()
-    assert "Give a folder that you may write to, and leave it in place while this runs" in line
+    assert "Give a folder that you can write to, and leave it in place while this runs" in line
     assert "ZeRO-0 " in printed.out  # what had finished is shown
     assert len(scripted.launcher.launched) == 2
 

@@ -13,7 +13,7 @@ import pytest
 
 from ds_bench.analysis import comparison
 from ds_bench.analysis.row import make_run
-from ds_bench.config.caveats import CPU_KINDS, Caveat
+from ds_bench.config.caveat_texts import CPU_KINDS, Caveat
 from ds_bench.config.spec import Placement
 from ds_bench.launch.rank_environment import rank_environment
 from ds_bench.records.schema import TrialRecord

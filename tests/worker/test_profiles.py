@@ -75,7 +75,7 @@ def test_every_rank_takes_the_same_steps_whatever_a_profiler_does(
     engine = Engine()
     measured = take(folder, "memory", engine, profile_steps=3)
     assert (engine.steps, measured["profiles"], [*(folder / "profiles").iterdir()]) == (3, [], [])
-    assert measured["notes"] == ["a note", "the profile memory failed on rank 0: OSError: no space left"]
+    assert measured["notes"] == ["a note", "the memory profile failed on rank 0: OSError: no space left"]
     use(monkeypatch, lambda _steps: pytest.fail("called"), further_steps=2)
     engine = Engine()
     assert take(folder, "memory", engine, profile_ranks=(1,), profile_steps=3)["profiles"] == []

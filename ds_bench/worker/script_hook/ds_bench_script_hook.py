@@ -229,11 +229,6 @@ class Hook:
             self.seen["losses"].append((engine, (loss, engine.gradient_accumulation_steps() if divided else 1)))
         self.call_ended = time.perf_counter()
 
-    def after_step(self, engine: Any, steps_before: int) -> None:
-        if engine.global_steps > steps_before:
-            self.end_step(engine)
-        self.call_ended = time.perf_counter()
-
     def end_step(self, engine: Any) -> None:
         """Record that an optimizer step has ended, and begin or end the measured window."""
         self.main = engine
@@ -419,7 +414,7 @@ class Hook:
         if not done:
             kind, name = "no_engine", "NoEngine"
             made = f"; it made {', '.join(self.all_names)}" if self.all_names else ""
-            text = f"the script ended without a step of {self.requested_engine or 'a DeepSpeed engine'}{made}"
+            text = f"the script ended before {self.requested_engine or 'a DeepSpeed engine'} took a step{made}"
         facts = {"error_class": name, "message": text, "phase": self.phase, "time": time.time(), "kind": kind}
         # If the script exits with a code, the last line of its output says why.
         self.write({"failure": {"rank": self.rank, "step": done or None, "traceback": self.last_line(), **facts}})
@@ -473,7 +468,9 @@ class Hook:
                 self.phase = "step"
             returned = original(engine, *arguments, **keywords)
             if measured:
-                self.after_step(engine, steps_before)
+                if engine.global_steps > steps_before:
+                    self.end_step(engine)
+                self.call_ended = time.perf_counter()
             return returned
 
         def save_checkpoint(original: Any, engine: Any, *arguments: Any, **keywords: Any) -> Any:

@@ -8,7 +8,7 @@ from string import Formatter
 
 import pytest
 
-from ds_bench.config.caveats import Caveat, CaveatKind, as_caveat, note
+from ds_bench.config.caveat_texts import Caveat, CaveatKind, as_caveat, note
 from ds_bench.records import json_files
 
 DISQUALIFYING = """

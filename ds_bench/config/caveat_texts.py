@@ -19,7 +19,7 @@ from ..units import format_template
 _UNSTABLE = "raise --num-steps, or use a quieter machine"
 _LOSSES = (
     "compare the row's ds_config.json with the other row's, then run both with --precision fp32: rounding differences "
-    "vanish there; differences from a wrong configuration remain"
+    "nearly vanish there; differences from a wrong configuration remain"
 )
 _NOT_FINITE = "check the learning rate in the row's ds_config.json, then try --precision fp32"
 _FIRST_LOSS = "check how the model initializes its weights: a standard deviation of 0.02 is usual for matrices"
@@ -35,10 +35,9 @@ _NOT_TO_USE = "do not use this row until you know why"
 
 
 class CaveatKind(StrEnum):
-    """The closed set of caveats; files store the values.
+    """All kinds of caveats; files store the enum's values.
 
-    Each has a template, the remedy (None if there is none), and whether it disqualifies its row: such a row is never
-    recommended.
+    Each has a template, a remedy or None, and says whether it disqualifies its row: such a row is never recommended.
     """
 
     template: str
@@ -59,12 +58,12 @@ class CaveatKind(StrEnum):
     UNSTABLE_RUNS = ("unstable_runs", "unstable: the means of {runs} runs vary by {variation:percent}",
         "raise --repeats, or use a quieter machine")
     UNSTABLE_STEPS = "unstable_steps", "unstable: step times vary by more than 5 %", _UNSTABLE
-    NOT_STEADY = ("not_steady", "not steady: the halves of the window differ by more than 5 %",
+    NOT_STEADY = ("not_steady", "not steady: the two halves of the measured steps differ by more than 5 %",
         "raise --warmup-steps")
     OUTLIERS = "outliers", "outliers: {count} of {steps} measured steps took far longer: {slowest}; all are counted"
     NO_WARM_UP = ("no_warm_up", "no warm-up: the first step, with its one-time costs, is in the window",
         "use --warmup-steps")
-    ONE_STEP = "one_step", "one measured step: its spread is unknown", "raise --num-steps"
+    ONE_STEP = "one_step", "one measured step: the spread is unknown", "raise --num-steps"
     NOT_SYNCHRONIZED = ("not_synchronized", "not synchronized (wrong on purpose): {meaning}", "leave out --no-sync",
         True)
     DATA_WAIT = ("data_wait", "each step waits for data for {wait:ms} of its {step:ms} ms",
@@ -125,12 +124,12 @@ class CaveatKind(StrEnum):
         _LOSSES, True)
     TRAINED_DIFFERENTLY = ("trained_differently", f"trained differently from {{row}}: {{how}}; {_NOT_TO_USE}", _LOSSES,
         True)
-    LOSS_QUIRK = "loss_quirk", f"loss differs by {{difference:percent3}}: {_QUIRK}"
+    LOSS_QUIRK = "loss_quirk", f"loss differs by {{difference:percent3}} from the other rows', {_QUIRK}"
     WEIGHTS_QUIRK = "weights_quirk", f"trained differently from {{row}}: {{how}}, {_QUIRK}"
     TRAINED_WRONGLY = "trained_wrongly", "{text}", None, True
-    """By this version of DeepSpeed, as its code shows (``config/rules.py``)."""
+    """This version of DeepSpeed trains the row wrongly, as its code shows (``config/rules.py``)."""
     MAY_TRAIN_WRONGLY = "may_train_wrongly", "{text}"
-    """The same, if the model is of a certain kind."""
+    """The same, but only for models of a certain kind."""
     OTHER_TRAINING = ("other_training", "trains differently on purpose: {how}",
         "compare what both rows learn in a full training run before you choose by speed")
     """Never recommended for its speed (``recommend/decision.py``)."""
@@ -145,7 +144,7 @@ class CaveatKind(StrEnum):
     OTHER_FIRST_LOSS = "other_first_loss", "the first loss is {own:.4f}, but {theirs:.4f} in {row}", _SEED
     OTHER_LOSSES = "other_losses", "loss differs by {difference:percent} from {row}'s in the first ten steps", _SEED
     EVALUATED = ("evaluated",
-        "{count} of {steps} measured steps include an evaluation or a save and take {apart:ms} ms; the others take "
+        "{count} of {steps} measured steps include an evaluation or a save and take {evaluated:ms} ms; the others take "
         "{usual:ms} ms", "to measure training steps only, turn evaluation and saving off in the script's arguments")
     STAGE_3_ALONE = "stage_3_alone", "loss parity was checked only among stage-3 rows, not against another stage"
 
