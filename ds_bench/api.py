@@ -1,4 +1,4 @@
-"""The functions of ``import ds_bench``: run a comparison, load a result, predict memory (docs/ci_and_python.md).
+"""The functions of ``import ds_bench``: run a comparison and follow it, load a result, predict memory.
 
 ``run`` and ``plan`` take the flags of the commands of the same name as keywords, and ``load`` takes results only. They
 print nothing by default. Where a command prints one line and exits with 2, they raise UsageError or PreflightError.

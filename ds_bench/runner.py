@@ -1,4 +1,4 @@
-"""One comparison from Options to exit code: plan, check, launch, save, report."""
+"""One comparison from Options to exit code: plan, check, launch each trial within the budget, save, report."""
 
 from __future__ import annotations
 

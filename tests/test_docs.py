@@ -21,6 +21,7 @@ def test_generated_files_are_up_to_date(subtests: pytest.Subtests) -> None:
     for script, function, page in (
         ("make_flags_page.py", "flags_page", "docs/flags.md"),
         ("make_axes_page.py", "axes_page", "docs/axes.md"),
+        ("make_modules_page.py", "modules_page", "docs/modules.md"),
         ("make_keywords.py", "keywords_stub", "ds_bench/keywords.pyi"),
         ("make_recipe_schema.py", "schema_text", "docs/recipe.schema.json"),
     ):

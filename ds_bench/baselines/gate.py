@@ -1,4 +1,4 @@
-"""Saves baselines and compares results with them: a result passes, is a regression, or is not comparable.
+"""Compares results with baselines: a result passes, is a regression, or is not comparable. Saves baselines too.
 
 A change is a regression if it is larger than the entry's tolerance and, if both sides have the three runs that a test
 needs, larger than the noise between runs.

@@ -1,4 +1,4 @@
-"""The figures of one benchmark, reduced from the runs of one row, and the name of its baseline.
+"""The figures that a baseline guards, reduced from the runs of one row, and the name of the baseline.
 
 MB is 2**20 bytes here, just as GB is 2**30 elsewhere.
 """

@@ -1,5 +1,4 @@
-"""The entry point of both scripts: turns errors into one line and an exit code, and gives a launcher's processes their
-roles."""
+"""The entry point of both scripts: turns errors into one line and an exit code; gives a launcher's processes roles."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Caveats: what a reader must know about a row or a comparison. A caveat stores its kind and numbers; the
-text is made here.
+"""The text and remedy of each caveat: what a reader must know about a row or a comparison.
 
+A caveat stores its kind and numbers; its text is made here from a template.
 ``analysis/trial_caveats.py`` and ``analysis/loss_parity.py`` find the caveats of one row, and
 ``analysis/comparison.py`` finds those of a whole comparison. The plan, the launcher and the ranks report what only
 they see, as a ``Caveat`` or as plain text, which becomes a note. ``report/comparison_report.py`` adds the reasons why

@@ -1,4 +1,4 @@
-"""Checks folders for NVMe offload (disk, direct I/O, free space, speed) and for checkpoints (free space)."""
+"""Checks folders for NVMe offload (disk, direct I/O, space, speed within limits of size and time) and checkpoints."""
 
 from __future__ import annotations
 

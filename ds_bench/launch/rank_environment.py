@@ -1,4 +1,4 @@
-"""Prepares what every rank needs: its environment variables, and DeepSpeed's compiled ops."""
+"""Prepares what every rank needs: environment variables, forwarded to other hosts too, and DeepSpeed's compiled ops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds the model that a user names: a preset, a local folder, a model on the Hub, or a factory of the user's own.
+"""Finds the model that a user names (preset, folder, Hub name or factory), or says why it is unknown.
 
 Anything but a preset is looked up with Transformers in a child process, because this one never loads torch; a factory
 is imported there. Without these packages, and for models that read images or have an encoder, ``plan`` reads the

@@ -1,4 +1,4 @@
-"""The rows that the user asked for, by stage, strategy, file and axis, and the configuration of each.
+"""The rows that the user asked for, by stage, strategy, file and axis, their configurations, and which are equal.
 
 The rows of a user's script have the user's own DeepSpeed configuration with only the requested changes. Nothing is
 filled in, and ``"auto"`` stays: the script's libraries (Trainer, Accelerate, TRL) replace it.

@@ -1,4 +1,4 @@
-"""The inputs of a prediction: the model, the ranks, and the DeepSpeed settings with DeepSpeed's defaults.
+"""The inputs of a prediction: model, ranks, DeepSpeed settings with their defaults, and how often data is sent.
 
 ``stages_0_to_2`` and ``stage_3`` compute ledgers from them.
 """

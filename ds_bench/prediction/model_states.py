@@ -1,4 +1,4 @@
-"""Computes model states: the bytes of parameters, gradients and optimizer states that a configuration keeps per rank.
+"""Computes model states: bytes of parameters, gradients and optimizer states per rank; the moments of each optimizer.
 
 Based on DeepSpeed 0.19.8; paths are relative to its ``runtime/``. Assumes AdamW, and gradients accumulated in the
 number format of the parameters (``engine.py``, get_data_types). Not included: DeepSpeed's own buffers, gathered

@@ -1,5 +1,4 @@
-"""Reports on each step while a trial trains: a small file for each rank, the lines of ``steps.jsonl``, and
-TensorBoard event files.
+"""What is reported of each step while a trial trains: a rank's step file, ``steps.jsonl`` and TensorBoard events.
 
 A rank writes its steps to a memory-mapped file (``rank<N>.steps``) without a system call, which is cheap enough between
 two measured steps. The file holds only the latest steps; the parent reads it while the trial runs and appends every

@@ -1,4 +1,4 @@
-"""Facts about the host, its GPUs, its packages and the interpreter of a user's script.
+"""Facts about host, GPUs, packages and interpreter, and which of them make results of two machines incomparable.
 
 Every run stores them, so that results can be compared. Reading them imports neither torch nor DeepSpeed. A fact that
 cannot be read is ``None``. Environment variables that affect training are stored as well, without credentials: see

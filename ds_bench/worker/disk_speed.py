@@ -1,4 +1,4 @@
-"""Measures the sequential write and read speed of a folder's disk through DeepSpeed's asynchronous I/O.
+"""Writes and reads a file through DeepSpeed's asynchronous I/O, and prints the disk's sequential speed.
 
 ``python -m ds_bench.worker.disk_speed FOLDER SETTINGS``, where SETTINGS is a JSON object: the ``aio`` block of a
 DeepSpeed configuration, ``bytes`` (the maximum to write) and ``seconds`` (the maximum for writing, and for reading).
