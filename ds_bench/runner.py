@@ -1,4 +1,4 @@
-"""One comparison from Options to exit code: plan, check, launch each trial within the budget, save, report."""
+"""One comparison from Options to exit code: plan, check, launch trials within the budget, save, report."""
 
 from __future__ import annotations
 
@@ -258,7 +258,9 @@ def with_nvme_folder(plan: RunPlan) -> tuple[RunPlan, disk.NvmeFolder | None]:
     if path is None:
         return plan, None
     if not any(row.uses_nvme for row in plan.configurations):
-        terminal.print_text("note: --nvme-path has no effect: no row offloads to NVMe", sys.stderr)
+        if not options.quiet:
+            name = options.spelling_of("nvme_path")
+            terminal.print_text(f"note: {name} has no effect: no row offloads to NVMe", sys.stderr)
         return plan, None
     folder = disk.check_nvme_folder(path)
     if options.family == "offload" and options.strategies and "nvme" not in options.strategies:

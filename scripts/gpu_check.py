@@ -482,6 +482,9 @@ def main() -> int:
     if devices and (devices[0].memory_total_bytes or 0) < 100 * BYTES_PER_GB:
         large = "meta-llama/Llama-3.2-3B"
     models = os.environ.get("GPU_CHECK_MODELS", f"gpt2 meta-llama/Llama-3.2-1B {large}").split()
+    if not 1 <= len(models) <= 3:
+        print("gpu_check: GPU_CHECK_MODELS names one to three models", file=sys.stderr)
+        return 2
     models += models[-1:] * (3 - len(models))
     device = re.sub(r"[^a-z0-9]+", "-", (devices[0].name or "gpu").lower().removeprefix("nvidia ")) if CUDA else "cpu"
     default = ROOT / f"results/gpu_check_{device}_{datetime.now(UTC):%Y%m%d}"

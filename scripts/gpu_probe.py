@@ -114,14 +114,11 @@ print(json.dumps(found))
 
 def read_cuda_facts(variables: dict[str, str]) -> dict[str, Any]:
     """Memory before and after cuBLAS, attention backends, copy speed: in a child process, which uses the GPU."""
-    done = subprocess.run(
-        [sys.executable, "-c", _CUDA_FACTS],
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    command, environ = [sys.executable, "-c", _CUDA_FACTS], {**os.environ, **variables}
+    try:
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    except subprocess.TimeoutExpired as error:
+        return {"error": str(error)[-200:]}
     if done.returncode != 0:
         return {"error": "\n".join(done.stderr.splitlines()[-3:])}
     facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

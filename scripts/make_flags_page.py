@@ -15,7 +15,7 @@ from ds_bench.cli import arguments, commands  # noqa: E402
 
 INTRODUCTION = """# Flags
 
-Made by `scripts/make_flags_page.py`; `--help` of each command says the same. Flags cannot be abbreviated. `--gpus` and
+Made by `scripts/make_flags_page.py`; each command's `--help` says the same. Flags cannot be abbreviated. `--gpus` and
 `--num_gpus` are aliases of `--num-gpus`.
 
 | exit code | meaning |

@@ -21,9 +21,9 @@ DATA = {
     "prediction/allocation_traces.json.xz": "Traced allocations of the built-in models; made by a script",
     "report/templates/export_readme.md": "The README beside an exported configuration",
     "report/templates/report.css": "Styles of the HTML page",
-    "report/templates/report.html": "The HTML page",
+    "report/templates/report.html": "The HTML page: the recommendation, the table of results with its notes, charts",
     "report/templates/report.js": "Sorting and other behavior of the HTML page",
-    "report/templates/tables.html": "The tables of the HTML page",
+    "report/templates/tables.html": "The tables that a notebook shows",
     "system/device_specifications.json": "Memory and peak rates of accelerators, by name",
 }
 """File or folder without a docstring → what it holds."""
@@ -45,7 +45,7 @@ def _section(folder: Path) -> Iterator[str]:
     title, files, packages = f"`{folder.relative_to(ROOT)}/`", [], []
     for path in sorted(folder.iterdir()):
         name = str(path.relative_to(PACKAGE))
-        if path.name in ("__pycache__", "py.typed"):
+        if path.name in ("__pycache__", "py.typed") or path.name.startswith("."):
             continue
         if path.name == "__init__.py":
             docstring = _first_line(path)

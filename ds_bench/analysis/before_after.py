@@ -47,7 +47,7 @@ class RowChange:
     caveats: tuple[str, ...] = ()
     """Caveats that do not rule out a ratio, each with the side it applies to."""
     same_settings: bool = False
-    """Whether both results have the row, and nothing that is compared differs."""
+    """Whether both results have the row, with the same versions, steps, workload and configuration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

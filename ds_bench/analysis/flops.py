@@ -49,8 +49,8 @@ def causal_flops_per_token(facts: ModelFacts, seq_length: int) -> int:
 def hardware_flops_per_token(facts: ModelFacts, seq_length: int, activation_checkpointing: bool) -> int:
     """Return the FLOPs executed per token: 4/3 of the model FLOPs with full activation checkpointing (forward twice).
 
-    With checkpointing too large by the LM head's forward pass, which is not recomputed: 8 % for gpt2, less for large
-    models.
+    With checkpointing, the result is too large by the LM head's forward pass, which is not recomputed: 8 % for gpt2,
+    less for large models.
     """
     flops = model_flops_per_token(facts, seq_length)
     # Forward is a third of forward and backward; both terms are multiples of six, so the division is exact.
@@ -72,8 +72,8 @@ def mean_peak_flops(device_names: tuple[str, ...], precision: str) -> float | No
     """Return the mean dense peak rate of a job's devices in FLOP/s; None without devices, or if any rate is unknown.
 
     ``device_names``: as NVML or torch reports them. ``precision``: fp32 is true fp32, without tensor cores on NVIDIA.
-    A rate is unknown if the device is not in the table or lacks such units (bf16 on a V100). A slice of a device (MIG,
-    vGPU) and a variant (Laptop, Ti, D) count as different devices.
+    A rate is unknown if the device is not in the table or has no hardware for that format (bf16 on a V100). A slice of
+    a device (MIG, vGPU) and a variant (Laptop, Ti, D) count as different devices.
     """
     rates = [device_specifications.peak_tflops(name, precision) for name in device_names]
     known = [rate * 1e12 for rate in rates if rate is not None]

@@ -23,8 +23,8 @@ _TABLE_LEVEL = 0.028
 """Family level in a table of three rows or more: for all comparisons with the baseline, and again for all pairs. It is
 below ``ERROR_RATE``: noise that lasts from run to run adds false differences (``bench/false_differences.py``)."""
 _TEST_LEVEL = 0.01
-"""Significance level of the test for differing rounds, and of all tests together for a row that varies more than the
-others."""
+"""Significance level of the test for differing rounds; also that of all tests for a row that varies more than the
+others, taken together."""
 _MIN_DF_WITH_BLOCKS = 4
 """Degrees of freedom that must remain for the noise if rounds are blocks."""
 _MAX_BLOCKS = 200
@@ -152,7 +152,7 @@ def student_t_quantile(p: float, df: float) -> float:
 
 @cache
 def normal_range_quantile(count: int) -> float:
-    """Return the range that ``count`` independent standard normal values exceed with probability ``ERROR_RATE``.
+    """Return the value that the range of ``count`` standard normal values exceeds with probability ``ERROR_RATE``.
 
     P(range ≤ w) = n ∫ φ(z) (Φ(z) − Φ(z − w))ⁿ⁻¹ dz: H. O. Hartley, "The range in random samples", Biometrika 32 (1942).
     It is the studentized range with infinite degrees of freedom. Importing ``scipy.stats`` for it would take a second.
@@ -219,10 +219,11 @@ class RowRatios:
     def between(self, row: str, other: str) -> RatioInterval | None:
         """Return the interval of the ratio of ``row`` to ``other``; None if either is left out or both are the same.
 
-        Between a row and the baseline the level follows Holm's method, so that the interval excludes 1 exactly if that
-        method finds a difference. Between two other rows it is Bonferroni's level for all pairs, so that the fastest
-        row may be compared although nobody knew beforehand which one it would be. The level for one row against all
-        others would be too lenient: the fastest row is chosen because it is ahead, so any pair may be the one compared.
+        Between a row and the baseline the level follows Holm's method, so that the interval excludes 1 exactly when
+        that method finds a difference. Between two other rows it is Bonferroni's level for all pairs, so that the
+        fastest row may be compared although nobody knew beforehand which one it would be. The level for one row against
+        all others would be too lenient: the fastest row is chosen because it is ahead, so any pair may be the one
+        compared.
         """
         if row == other or row not in self._index or other not in self._index:
             return None
@@ -255,7 +256,7 @@ class LogDifference:
         1 if the two differences have different signs.
         """
         smaller = min(abs(self.plain), abs(self.adjusted)) if self.plain * self.adjusted > 0 else 0.0
-        # All runs of each row are equal, so no difference is due to chance.
+        # There is no noise, so no difference is due to chance.
         if self.standard_error == 0:
             return 0.0 if smaller else 1.0
         from scipy.special import stdtr
@@ -400,7 +401,7 @@ class RunFit:
 
 
 class _Covariates:
-    """Columns that, besides its row, may influence a run's value, and the least-squares estimate of their slopes."""
+    """Columns that may influence a run's value besides its row, and the least-squares estimate of their slopes."""
 
     def __init__(self, row_means: Any, within_rows: Any, noisy: Any, counted: Any) -> None:
         """``within_rows``: deviations of the columns from ``row_means``: the levels of the rows drop out.
@@ -412,8 +413,8 @@ class _Covariates:
         self._row_means, self._within_rows = row_means, within_rows
         # Runs that do not count become zeros, which change no slope.
         left, scales, right = np.linalg.svd(within_rows * counted[:, None], full_matrices=False)
-        # If other columns explain one, a singular value is near rounding error; with columns of range 1, an absolute
-        # limit is enough.
+        # If a column is a combination of others, a singular value is near rounding error; with columns of range 1, an
+        # absolute limit is enough.
         kept = scales > 1e-9
         self.rank = int(kept.sum())
         self._solution = (right[kept].T / scales[kept]) @ left[:, kept].T
@@ -422,7 +423,7 @@ class _Covariates:
         self.df = int(counted.sum() - (~noisy).sum()) - self.rank
 
     def explain(self, within_rows: Any) -> tuple[Any, Any]:
-        """Return the part of each row's mean that the columns explain, and the rest of each run's deviation from it."""
+        """Return the part of each row's mean that the columns explain, and of each run's deviation that they do not."""
         slopes = self._solution @ within_rows
         return self._row_means @ slopes, within_rows - self._within_rows @ slopes
 

@@ -189,9 +189,9 @@ def _runs_of_rows(rows: Sequence[Row], file: Path, environment: Environment | No
             if not _is_row_of(row, stored[key]):
                 return ()
             if whole and (record := stored[key].record) is not None:
-                entry = replace(record, trial=entry.trial)  # shared with its repeats
+                entry = replace(record, trial=entry.trial)  # its repeats share the trial
         except (ValueError, UsageError):
-            return ()  # reading the file by itself will report the error
+            return ()  # read_records will report the error
         runs.append(Run(row=row, stored=entry, environment=environment))
     return tuple(runs)
 
@@ -273,7 +273,9 @@ def read_rows(path: Path, data: bytes) -> list[Row]:
     except ValidationError as error:
         found = json_files.invalid_value(error)
         if not found.place:
-            raise UsageError(f"{path} is not a result, which is a list of rows", remedy=remedy) from None
+            is_json = error.errors()[0]["type"] != "json_invalid"
+            reason = "is not a result: it does not hold a list of rows" if is_json else found.reason
+            raise UsageError(f"{path} {reason}", remedy=remedy) from None
         index, *cell = found.place
         place = ": ".join(filter(None, [f"row {int(index) + 1}", format_place(cell)]))
         raise UsageError(f"{path}: {place} {found.reason}", remedy="use the result as ds_bench wrote it") from None
@@ -374,15 +376,15 @@ def _configuration(name: str, stage: int, engine: Any) -> Configuration:
 
 
 def _emulated_bytes(row: Row) -> int | None:
-    """Return the memory of an emulated GPU, computed from ``gpu_percent``; None if the GPU is real or unknown."""
-    used, outside = row.gpu_peak_reserved_gb or row.gpu_peak_gb, row.gpu_outside_allocator_gb
-    if not (row.gpu_total_gb and row.gpu_percent and used) or outside is None:
+    """Return the memory of an emulated GPU, computed from ``gpu_percent``; None if the GPU is real."""
+    used = row.gpu_peak_reserved_gb or row.gpu_peak_gb
+    if not (row.gpu_total_gb and row.gpu_percent and used):
         return None
-    fraction = row.gpu_percent / 100
-    # For a real GPU, the fraction also counts memory outside the allocator (``trial_caveats.gpu_fraction``).
-    if (used + outside) / fraction >= row.gpu_total_gb * (1 - 1e-6):
-        return None
-    return round(used / fraction * BYTES_PER_GB)
+    size_gb = used / (row.gpu_percent / 100)
+    # On a real GPU, the percentage also counts memory outside the allocator, so this is below its total, and a limit
+    # only by chance: a user types one with at most three decimals.
+    is_limit = abs(1000 * size_gb - round(1000 * size_gb)) < 1e-6
+    return round(size_gb * BYTES_PER_GB) if is_limit and size_gb < row.gpu_total_gb * (1 - 1e-6) else None
 
 
 def _environment(row: Row) -> Environment | None:

@@ -191,7 +191,7 @@ class TimeDifference:
     """Why the rows have no ratio; empty if they have one."""
     phase_seconds: Mapping[str, Pair]
     """``forward``, ``backward`` and ``step``, then ``communication`` and ``transfer`` within them: from synchronized
-    steps after the window, on the slowest rank of the run nearest the row's mean. Only phases that both rows measured.
+    steps after the window of the run nearest the row's mean, each on its slowest rank. Only phases that both measured.
     """
     gap_seconds: Pair
     """Time in a user script's step before its forward passes."""
@@ -500,9 +500,10 @@ def _config_differences(a: Run, b: Run) -> Iterator[KeyDifference]:
             value if _is_read(path, trial.configuration) else None for value, trial in zip(known, trials, strict=True)
         ]
         block, _, key = path.partition(".")
-        of_lower_stages = block == "zero_optimization" and not deepspeed_keys.is_read_at_stage(key.partition(".")[0], 3)
+        name = key.partition(".")[0]
+        lower_stages_only = block == "zero_optimization" and not deepspeed_keys.is_read_at_stage(name, 3)
         # A key that only stages 1 and 2 read adds nothing if the stage 3 row sets it to the same value.
-        if values[0] == values[1] or (known[0] == known[1] and of_lower_stages):
+        if values[0] == values[1] or (known[0] == known[1] and lower_stages_only):
             continue
         from_layout = all(
             path not in own or own[path] == default.get(path) for own, default in zip(written, defaults, strict=True)

@@ -1,4 +1,4 @@
-"""Caveats that follow from the measurements of one trial, without another row."""
+"""Decides which caveats follow from the measurements of one trial, with their figures, without another row."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .intervals import sample_std
 from .step_costs import disk_wait
 
 UNSTABLE_CV = 0.05
-"""Coefficient of variation of step times above which a row is called unstable."""
+"""Coefficient of variation of step times, or of the means of runs, above which a row is called unstable."""
 NOT_STEADY = 0.05
 """Relative difference between the medians of the window's two halves above which a row is not steady."""
 NEAR_CAPACITY = 0.95
@@ -142,8 +142,8 @@ def trial_caveats(
 
 
 def _script_caveats(record: TrialRecord, usual: Sequence[float], evaluated: Sequence[float]) -> Iterator[Caveat]:
-    """Yield the caveats of one trial of a script: an engine other than its row's, ways in which its DeepSpeed departs
-    from the configuration, evaluations and saves.
+    """Yield the caveats of one trial of a script: an engine other than the row's, settings that this DeepSpeed trains
+    wrongly or does not read, batches without tokens, evaluations and saves.
 
     ``usual``, ``evaluated``: from :func:`_usual_steps`.
     """
@@ -180,7 +180,7 @@ def _script_caveats(record: TrialRecord, usual: Sequence[float], evaluated: Sequ
     yield from map(as_caveat, found)
     if evaluated and usual:
         values = {"count": len(evaluated), "steps": len(evaluated) + len(usual)}
-        means = {"evaluated": statistics.fmean(evaluated), "usual": statistics.fmean(usual)}
+        means = {"apart": statistics.fmean(evaluated), "usual": statistics.fmean(usual)}
         yield Caveat(CaveatKind.EVALUATED, {**values, **means})
 
 
@@ -259,15 +259,16 @@ def _nvme_caveats(record: TrialRecord) -> Iterator[Caveat]:
 
 
 def _training_caveats(record: TrialRecord) -> Iterator[Caveat]:
-    """Report skipped steps, losses that are not finite or too high at first, and weights that did not train.
+    """Report skipped steps, losses that are not finite or start too high, weights that did not train, frozen ones that
+    did.
 
     ln(V), with V the size of the vocabulary, is the loss of an untrained model on random tokens; a first loss far above
     it shows wrong initial weights.
     """
     slowest = record.slowest_rank
     if slowest.skipped_steps:
-        took_none = slowest.skipped_steps >= len(slowest.step_seconds)
-        kind = CaveatKind.ALL_STEPS_SKIPPED if took_none else CaveatKind.STEPS_SKIPPED
+        skipped_all = slowest.skipped_steps >= len(slowest.step_seconds)
+        kind = CaveatKind.ALL_STEPS_SKIPPED if skipped_all else CaveatKind.STEPS_SKIPPED
         yield Caveat(kind, {"count": slowest.skipped_steps})
     if any(None in rank.losses for rank in record.ranks):
         yield Caveat(CaveatKind.LOSS_NOT_FINITE)

@@ -1,4 +1,4 @@
-"""The command ``advice``: explains each strategy for one model, by formula."""
+"""The command ``advice``: explains each strategy for one model, with figures from formulas."""
 
 from __future__ import annotations
 

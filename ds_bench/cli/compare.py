@@ -1,4 +1,4 @@
-"""The commands ``compare``: two results row by row, and ``explain``: why one row differs from another."""
+"""The commands ``compare`` (two results row by row) and ``explain`` (why one row differs from another)."""
 
 from __future__ import annotations
 
@@ -44,8 +44,9 @@ def show_changes(
 
 def show_explanation(a: str, b: str, results: Sequence[Path], as_json: bool) -> int:
     """Print why row ``b`` differs from row ``a``. Return 0; raises UsageError."""
-    if Path(a).exists():
-        raise UsageError(f"{a} is a file or folder, not a row", remedy="give the two rows first, then the result")
+    for each in (a, b):
+        if each.endswith(".json"):
+            raise UsageError(f"{each} is not a row", remedy="give the two rows first, then the result")
     pairs = _find_pairs(a, b, build_reports(results))
     if as_json:
         found = [{"title": title, **difference.to_dict()} for title, difference in pairs]

@@ -1,4 +1,4 @@
-"""The entry point of both scripts: turns errors into one line and an exit code; gives a launcher's processes roles."""
+"""The entry point of both scripts: turns errors into one line and an exit code; gives launched processes roles."""
 
 from __future__ import annotations
 

@@ -317,7 +317,7 @@ _TABLE = (
     Axis("loss", "Computation", fields=("loss",), names=LOSSES, default="model",
          changes=("activations", "peak", "time"),
          meaning="how logits and loss are computed; model: by the model, with fp32 logits; chunked: DeepSpeed's "
-                 "cross-entropy, which keeps the logits in bf16 or fp16; tiled: DeepSpeed's loss, computed for a "
+                 "cross-entropy, which keeps logits in the training format; tiled: DeepSpeed's loss, computed for a "
                  "few tokens at a time, which keeps no logits; liger: Liger's fused kernel, which keeps none either",
          note="tiled and liger keep the gradients of the output layer and of its input instead; nothing else saves as "
               "much memory with long sequences. liger needs a GPU and the package liger_kernel",

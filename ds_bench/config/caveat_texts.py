@@ -23,7 +23,7 @@ _LOSSES = (
 )
 _NOT_FINITE = "check the learning rate in the row's ds_config.json, then try --precision fp32"
 _FIRST_LOSS = "check how the model initializes its weights: a standard deviation of 0.02 is usual for matrices"
-_PREDICTION = "trust the measurement, and plan for this model with more headroom"
+_PREDICTION = "trust the measurement: predictions for this model's other rows may be off by as much"
 _CPU = "stop the other programs or wait for them, then measure again"
 _THROTTLED = "check cooling and the power limit (nvidia-smi -q -d PERFORMANCE); measure again when the card is cool"
 _QUIRK = (
@@ -70,7 +70,7 @@ class CaveatKind(StrEnum):
         "raise --data-workers, or use a faster disk")
     DISK_BOUND = ("disk_bound",
         "disk-bound: a step waits {wait:ms} ms for the disk; everything else takes {other:ms} ms",
-        "use a faster disk or several in RAID 0, or keep in host memory as much as fits there")
+        "use a faster disk or several in RAID 0, or keep as much in host memory as fits")
     CPU_BUSY = ("cpu_busy", "the CPU was busy: other programs used {other:.1f} of {cores:g} cores during the run",
         _CPU, True)
     CPU_QUOTA = ("cpu_quota",
@@ -80,7 +80,7 @@ class CaveatKind(StrEnum):
     SLOW_GPU = ("slow_gpu",
         "GPU {gpu} ran at {clock:.0f} MHz on average, GPU {other} at {fastest:.0f}: the slowest sets the pace",
         _THROTTLED)
-    COMPILED_MASK = ("compiled_mask", "uses an explicit attention mask, which flash attention does not support: "
+    COMPILED_MASK = ("compiled_mask", "uses an explicit attention mask, which SDPA's flash kernel does not support: "
         "Transformers builds it while torch.compile traces; uncompiled rows use is_causal",
         "flash_attention_2, a value of the axis attention, needs no mask")
     MFU_ABOVE_1 = "mfu_above_1", "MFU of {mfu:percent0} is impossible", "check --peak-tflops"
@@ -89,7 +89,7 @@ class CaveatKind(StrEnum):
     BATCH_MISMATCH = ("batch_mismatch",
         "ran with micro-batch {ran}, as the DeepSpeed config says, not the flags' {asked}")
     OTHER_OFFLOAD = ("other_offload",
-        "ran with {part} offload {used}, as the DeepSpeed config says, not this row's {named}", None, True)
+        "{part} offload was {used}, as the DeepSpeed config says; this row's name stands for {named}", None, True)
     TORCH_ADAM = ("torch_adam",
         "torch's AdamW instead of DeepSpeed's FusedAdam, which does not build here (stage 0 in bf16 or fp16 then also "
         "has a different wrapper): {reason}", f"see why the op does not build: {invocation.command('ops')}")
@@ -97,7 +97,7 @@ class CaveatKind(StrEnum):
         "trained with {used}, not with the {asked} that the DeepSpeed config requests",
         f"see why the op does not build: {invocation.command('ops')}", True)
     OTHER_ADAM = ("other_adam", "uses {used}, while {row} uses {other}: that explains part of any speed difference",
-        "--set optimizer.params.torch_adam=true compares all rows with torch's AdamW")
+        "use --set optimizer.params.torch_adam=true to train all rows with torch's AdamW")
     OWN_BATCHES = ("own_batches",
         "the factory makes its own batches: a sample counts as {seq_length} tokens, whatever it holds")
     STEPS_SKIPPED = ("steps_skipped",
@@ -144,7 +144,7 @@ class CaveatKind(StrEnum):
     OTHER_FIRST_LOSS = "other_first_loss", "the first loss is {own:.4f}, but {theirs:.4f} in {row}", _SEED
     OTHER_LOSSES = "other_losses", "loss differs by {difference:percent} from {row}'s in the first ten steps", _SEED
     EVALUATED = ("evaluated",
-        "{count} of {steps} measured steps include an evaluation or a save and take {evaluated:ms} ms; the others take "
+        "{count} of {steps} measured steps include an evaluation or a save and take {apart:ms} ms; the others take "
         "{usual:ms} ms", "to measure training steps only, turn evaluation and saving off in the script's arguments")
     STAGE_3_ALONE = "stage_3_alone", "loss parity was checked only among stage-3 rows, not against another stage"
 
@@ -177,8 +177,8 @@ class CaveatKind(StrEnum):
     NOTHING_REACHED_DISK = ("nothing_reached_disk",
         "no bytes reached the disk in the measured steps: the path is in memory or a cache, not on NVMe", None, True)
 
-    # A row, where it is reported.
-    NOT_COMPARABLE = "not_comparable", "no ratio, as rows differ: {differences}"
+    # A row; added only in the report.
+    NOT_COMPARABLE = "not_comparable", "no ratio, because the rows differ: {differences}"
     FAILED = "failed", "{text}", None, True
 
     # A whole comparison.
@@ -199,8 +199,8 @@ class CaveatKind(StrEnum):
     OTHER_PROCESS = ("other_process", "other processes ({processes}) also use {gpu}, which slows the rows down",
         "stop the other processes, or choose a free card with CUDA_VISIBLE_DEVICES")
     THROTTLED_BEFORE = "throttled_before", "{gpu} was throttled before the first trial: {reasons}", _THROTTLED
-    WSL = ("wsl", "measured under WSL, whose driver would move GPU memory to the host: each rank was limited to the "
-        "memory that was free on its GPU when it started", "measure on native Linux for figures that hold there")
+    WSL = ("wsl", "measured under WSL, whose driver would otherwise move GPU memory to the host: each rank was limited "
+        "to the memory that was free on its GPU when it started", "measure on native Linux for figures that hold there")
     SWAP_USED = ("swap_used", "{host} has {swapped:bytes} swapped out",
         "free host memory before measuring, especially for offload rows")
     # fmt: on

@@ -94,7 +94,7 @@ def base_config(strategy: Strategy | Configuration, batch_size: int, grad_accum:
 def zero_block(strategy: Strategy | Configuration) -> Config:
     """Make the ``zero_optimization`` block, with the defaults that affect memory or speed."""
     block: Config = {"stage": strategy.stage}
-    # torch's engines read nothing else of this block (validation.ineffective_settings).
+    # torch's engines read nothing else in this block (validation.ineffective_settings).
     if strategy.engine != "deepspeed":
         return block
     if strategy.stage >= 1:
@@ -257,7 +257,7 @@ def changes_of(
 def layout_config(
     config: Mapping[str, Any], configuration: Configuration, workload: Workload, placement: Placement
 ) -> Config:
-    """Make the configuration that follows from stage, offload devices and batch, with the Adam of ``config``."""
+    """Make the configuration that stage, offload devices and batch imply, with ``torch_adam`` as in ``config``."""
     torch_adam = bool(block_of(block_of(config, "optimizer"), "params").get("torch_adam"))
     base = base_config(configuration, workload.batch_size, workload.grad_accum)
     return complete_config(base, workload, placement, torch_adam=torch_adam, largest_parameter=None)
@@ -381,7 +381,7 @@ def parse_set(text: str) -> Config:
         value: Any = json.loads(raw)
     except json.JSONDecodeError:
         value = raw
-    except (RecursionError, ValueError):  # Python reads no integer of more than 4,300 digits
+    except (RecursionError, ValueError):  # Python refuses to parse integers of more than 4,300 digits
         problem = f"--set {path[:60]} has too many digits or levels"
         raise UsageError(problem, remedy="give a value that DeepSpeed accepts") from None
     return nested(path, value)

@@ -281,7 +281,7 @@ class Options:
         key="launch.master_port", metavar="PORT", limits={"ge": 1, "le": MAX_PORT})
     nvme_path: Path | None = option(Path, None, "folder on the NVMe disk", key="launch.nvme_path", metavar="DIR")
     cpu_memory_limit: float | None = option(float, None,
-        "limit on each rank's own memory (RLIMIT_DATA), set in the kernel, in GB (2^30)",
+        "limit on each rank's own memory (RLIMIT_DATA), enforced by the kernel, in GB (2^30)",
         key="launch.cpu_memory_limit", metavar="GB", limits={"ge": _MIN_RANK_DATA_GB, "le": MAX_NUMBER})
     gpu_memory_limit: float | None = option(float, None, "emulate a GPU with this much memory, in GB (2^30)",
         key="launch.gpu_memory_limit", metavar="GB", limits=_AMOUNT)
@@ -341,7 +341,7 @@ class Options:
         "(docs/recipes.md)", metavar="I/N")
     """The part of the plan that this run executes; None for all of it."""
     dry_run: bool = option(bool, False,
-        "print the plan with each trial's configuration and command (the command run: with --verbose); run nothing")
+        "print the plan with each trial's configuration and command (ds-compare run: only with --verbose); run nothing")
     print_recipe: bool = option(bool, False, "print the recipe of this comparison; run nothing")
     format: str = option(str, "table", "format of the summary", choices=("table", "markdown", "json"))
     quiet: bool = option(bool, False, "print only the summary")

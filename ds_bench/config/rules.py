@@ -419,7 +419,7 @@ _CAVEATS_OF_ROWS = (
          when=lambda case: "comms_logger" in case.config and case.is_on("comms_logger.enabled"),
          reason=_COMMS_LOGGER, remedy="remove the block where speed matters", source="comm/config.py"),
     Rule("wall-clock-breakdown", "hint", "wall_clock_breakdown", row="caveat", when=_is_enabled("wall_clock_breakdown"),
-         reason="synchronizes the device in every micro-step, which slows training",
+         reason="wall_clock_breakdown synchronizes the device in every micro-step, which slows training",
          remedy="set it to false where speed matters", source=_ENGINE),
     Rule("flops-profiler", "hint", "flops_profiler.enabled", row="caveat", when=_is_enabled("flops_profiler.enabled"),
          reason="flops_profiler instruments a step and turns wall_clock_breakdown on",

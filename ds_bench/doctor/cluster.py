@@ -42,7 +42,7 @@ _SHOULD_AGREE: Facts = (
 
 @contextmanager
 def connected_hosts(placement: Placement, python: str | None = None) -> Iterator[Hosts]:
-    """Connect to all hosts of a placement, until the context ends.
+    """Stay connected to all hosts of a placement until the context ends.
 
     ``python``: the interpreter of a user's script, at the same path on every host; None for this program's. Raises
     PreflightError for a host that cannot be reached or used, in one line with the reason.
@@ -50,7 +50,7 @@ def connected_hosts(placement: Placement, python: str | None = None) -> Iterator
     template = placement.host_command
     if template is not None and find_program(program := shlex.split(template)[0]) is None:
         raise PreflightError(
-            f"the hosts cannot be reached: this host has no program {program}",
+            f"the hosts cannot be reached: {program} is not installed on this host",
             remedy="put it on PATH, or give another command with --host-command",
         )
 
@@ -105,7 +105,7 @@ def environment_with_hosts(hosts: Hosts, placement: Placement, local: Environmen
             raise PreflightError(
                 f"{other} and {name} both call themselves {environment.hostname}: they are one machine, or look "
                 "like one",
-                remedy="list each machine once in the hostfile, and give each its own host name",
+                remedy="list each machine only once, and give each its own host name",
             )
     known = dict(environments)
     if local.hostname not in {each.hostname for each in environments.values()}:
@@ -156,7 +156,8 @@ def _differences(facts: Facts, environments: Mapping[str, Environment]) -> list[
 
 
 def require_connections(hosts: Hosts, placement: Placement) -> None:
-    """Raise PreflightError if a firewall or a wrong address keeps ranks from meeting; they would wait for each other.
+    """Raise PreflightError if a firewall or a wrong address keeps ranks from meeting; otherwise they would wait
+    forever.
 
     Every host connects to the first at the ranks' meeting point, and to every other host: ranks also exchange data
     directly.
@@ -179,7 +180,7 @@ def _try_connections(listener: HostConnection, others: Sequence[HostConnection],
         port = listener.request("listen", kind=int, address=address, port=port)
     except HostError as error:
         raise PreflightError(
-            f"{listener.name} cannot listen at {address}{f' port {port}' if port else ''}: {error.reason}",
+            f"{listener.name} cannot listen on {address}{f' port {port}' if port else ''}: {error.reason}",
             remedy="give --master-addr an address of the first host that others can reach, or another --master-port",
         ) from None
     try:

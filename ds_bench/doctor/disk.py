@@ -1,4 +1,4 @@
-"""Checks folders for NVMe offload (disk, direct I/O, space, speed within limits of size and time) and checkpoints."""
+"""Checks the folders for NVMe offload (disk, direct I/O, space, and speed in a short test) and for checkpoints."""
 
 from __future__ import annotations
 
@@ -121,13 +121,13 @@ def _check_device(system: SystemAccess, path: Path) -> Finding:
     number = path.stat().st_dev
     entry = system.root / f"sys/dev/block/{os.major(number)}:{os.minor(number)}"
     if not entry.exists():
-        return unreadable("NVMe disk", "this file system shows no block device")
+        return unreadable("NVMe disk", "no block device is known for this file system")
     device = entry.resolve()
     # In /sys a partition has neither ``slaves`` nor ``queue``; the folder above it, the whole disk's, has both.
     disk = device.parent if (device / "partition").exists() else device
     # The disks of an array or of a logical volume.
     members = sorted(member.name for member in disk.glob("slaves/*")) or [disk.name]
-    text = disk.name if members == [disk.name] else f"{disk.name} of {', '.join(members)}"
+    text = disk.name if members == [disk.name] else f"{disk.name} ({', '.join(members)})"
     if all(name.startswith("nvme") for name in members):
         return ok("NVMe disk", text)
     kind = {"1": "is a rotational or virtual disk", "0": "is not an NVMe device"}
@@ -159,13 +159,13 @@ def _check_direct_io(path: Path) -> Finding:
 
 
 def check_speed(path: Path, variables: Mapping[str, str]) -> Iterator[Finding]:
-    """Measure the disk with DeepSpeed's own op. ``variables``: name the cache with the built async_io op."""
+    """Measure the disk with DeepSpeed's own op. ``variables`` name the cache of the built op in the environment."""
     free = shutil.disk_usage(path).free
     size = min(_MAX_TEST_BYTES, free // 4)
     if size < _MIN_TEST_BYTES:
         yield warning("NVMe speed", f"not measured: only {format_bytes(free)} free", "free some space")
         return
-    # Only the block ``aio`` is used, which depends neither on the model nor on the accelerator.
+    # Only the ``aio`` block is used, which depends neither on the model nor on the accelerator.
     config = deepspeed_config.complete_config(
         deepspeed_config.base_config(strategies.offload_strategy("nvme"), 1),
         Workload(model="any", model_source="preset"),
@@ -191,7 +191,7 @@ def speed_finding(measured: Mapping[str, Any], aio: Mapping[str, Any]) -> Findin
     )
     if measured.get("from_disk") is False:
         remedy = "do not trust the read speed; give a folder on a local disk with ext4 or xfs"
-        return warning(name, f"{text}; part of it was read from a cache, not from the disk", remedy)
+        return warning(name, f"{text}; part of the data was read from a cache, not from the disk", remedy)
     slow = [way for way, speed in (("reading", read), ("writing", write)) if speed < _SLOW_BYTES_PER_SECOND]
     if not slow:
         return ok(name, text)

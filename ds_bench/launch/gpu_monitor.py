@@ -1,4 +1,4 @@
-"""Reads the GPUs for a trial: free memory before it, and clocks, temperature and power during its measured steps."""
+"""Reads the GPUs for a trial: free memory before; clocks, temperature, power and throttling in its measured steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JSON messages, one per line, in both directions between a run and the agent on a host.
+"""JSON messages between a run and the agent on a host, one per line, and how long either may stay silent.
 
 A thread reads and writes, so that each side always knows whether the other still answers. Neither side blocks on the
 other: what the network does not accept yet is queued.

@@ -306,8 +306,7 @@ def _timeout_outcome(evidence: Evidence) -> Outcome | None:
 
     # The rank that made the least progress, then the one silent the longest: the others wait for it.
     rank = min(_missing_ranks(evidence), key=progress, default=None)
-    text += f"; stacks of every rank in {evidence.folder}/rank*.stacks"
-    return _fail(evidence, schema.TIMEOUT, rank, text, kind="stalled" if evidence.ending == "stalled" else None)
+    return _fail(evidence, schema.TIMEOUT, rank, f"{text}; stacks of every rank in {evidence.folder}/rank*.stacks")
 
 
 def _exception_outcome(

@@ -1,4 +1,4 @@
-"""A trial on several hosts, as the run sees it: it begins on all, its files come here, and it ends on all."""
+"""Runs one trial on several hosts: begins it on all of them, receives its files, and ends it on all of them."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class RemoteTrial:
         return any(each.problem is not None for each in self._hosts.connections)
 
     def read_activity(self) -> Activity | None:
-        """Sum over the trial's processes on every host; None if a host did not answer."""
+        """Memory and disk bytes of the trial's processes, summed over the hosts; None if a host did not answer."""
         try:
             answers = self._hosts.request_all("activity", timeout_seconds=_ACTIVITY_SECONDS, kind=Activity).values()
         except HostError:
@@ -116,7 +116,8 @@ class RemoteTrial:
     def end(self, grace_seconds: float, quiet_seconds: float) -> RemoteEnd:
         """End the trial's processes on every host where it has begun, and wait for their last files.
 
-        ``quiet_seconds``: a host that sends no file for this long, in addition to the time that ending takes, is lost.
+        ``quiet_seconds``: a host that sends nothing but pings for this long, in addition to the time that ending takes,
+        is lost.
         """
         values: dict[str, Any] = {"trial": self._scratch_id, "grace_seconds": grace_seconds}
         # All in parallel, because each may take the whole grace period.
@@ -180,7 +181,7 @@ class FileReceiver:
             data, start = base64.b64decode(message["data"]), int(message["start"])
             if not message["whole"] or (start == 0 and message["last"]):
                 data = shift_times(name, data, -self.clock_ahead_seconds)
-            # Each host has a leader's log.
+            # Each host has its own leader log.
             path = self._folder / (f"leader.host{self._number}.log" if name == LEADER_LOG else name)
             path.parent.mkdir(parents=True, exist_ok=True)
             # Renamed when complete, since the watcher takes a rank's file for its result as soon as it exists.

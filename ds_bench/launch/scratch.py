@@ -1,7 +1,7 @@
 """Names and removes what a run creates temporarily: swap files, checkpoints, shared memory, temporary files.
 
-A killed run removes nothing. Every name therefore holds its owner: host, process id and start time. (A host's trial
-folder holds it in a file.) The next run by the same user on the same host removes what belongs to dead processes.
+A killed run removes nothing. Every name therefore identifies its owner: host, process id and start time. (A host's
+trial folder names it in a file.) The next run by the same user on the same host removes what belongs to dead processes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def remove_abandoned(*folders: Path) -> list[Path]:
 
     ``folders``: searched in addition to shared memory and the temporary folder.
     """
-    ended_owner = re.compile(rf"{re.escape(_host())}\.(\d+)-(\d+)")
+    owner_pattern = re.compile(rf"{re.escape(_host())}\.(\d+)-(\d+)")
     removed = []
     for folder in dict.fromkeys([_SHARED_MEMORY, Path(tempfile.gettempdir()), *folders]):
         for path in list(folder.glob("*ds_bench_*")):
@@ -63,7 +63,7 @@ def remove_abandoned(*folders: Path) -> list[Path]:
             if text.startswith(HOST_FOLDER_PREFIX):
                 with contextlib.suppress(OSError):
                     text = (path / OWNER_FILE).read_text()
-            match = ended_owner.search(text)
+            match = owner_pattern.search(text)
             # The kernel reuses process ids, so the start time is compared too.
             if match is None or (is_alive(int(match[1])) and start_ticks(int(match[1])) == int(match[2])):
                 continue
@@ -120,8 +120,8 @@ def temporary_folder_variables(environ: Mapping[str, str], ops_folder: str) -> t
 def make_private(folder: Path) -> bool:
     """Create a folder if it does not exist. Return whether this user owns it and no other can write to or replace it.
 
-    The owner of a parent folder could replace it, and so could anyone who may write there, unless the parent is sticky
-    as /tmp is.
+    The owner of a parent folder could replace it, and so could everybody if all may write there, unless the parent is
+    sticky as /tmp is. A parent's group is trusted.
     """
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -202,7 +202,8 @@ def remove_scratch(assignment: Assignment) -> None:
 def remove_stale_locks(folder: Path) -> list[Path]:
     """Remove and return the locks of killed programs in a folder of ops. Later builds and loads would wait for them.
 
-    torch creates an empty file ``lock`` to build or load an op, and removes it afterwards (torch/utils/file_baton.py).
+    torch creates an empty file named ``lock`` to build or load an op, and removes it afterwards
+    (torch/utils/file_baton.py).
     """
     removed = []
     for lock in folder.glob("*/lock"):

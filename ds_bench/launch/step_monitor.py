@@ -1,4 +1,4 @@
-"""Writes the steps of a running trial to ``steps.jsonl`` and TensorBoard files."""
+"""Copies what the ranks of a running trial report to ``steps.jsonl`` and TensorBoard files."""
 
 from __future__ import annotations
 

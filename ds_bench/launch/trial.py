@@ -1,6 +1,6 @@
 """Cold launch, and what both launchers share: assigning, starting, watching and ending a trial, and its outcome.
 
-Cold launch starts ranks through the ``deepspeed`` launcher, as a user would; a script's ranks it starts directly.
+Cold launch starts ranks through the ``deepspeed`` launcher, as a user would; it starts a script's ranks directly.
 They import everything again in each trial. On one host they meet through a file, or at a port if they run a script. On
 several hosts the agents start them, and they meet at MASTER_ADDR; each agent sends its host's files here.
 """
@@ -173,8 +173,7 @@ def run_trial(
 def _make_assignment(
     trial: Trial, folder: Path, environment: Mapping[str, str], limits: Limits, *, on_this_host: bool
 ) -> Assignment:
-    """Make the ranks' assignment. On several hosts, each adds its own private folders, and there is no rendezvous
-    file."""
+    """Make the ranks' assignment. On several hosts, each adds its own swap folder, and there is no rendezvous file."""
     # A script's ranks meet at a port, as under torchrun. Its number names their shared memory (scratch.remove_scratch).
     meets_at_port = on_this_host and trial.workload.script is not None
     scratch_id = str(free_port()) if meets_at_port else new_scratch_id()

@@ -1,4 +1,4 @@
-"""Makes the plan of a run: turns Options into a model, a placement, configurations, and trials in order."""
+"""Makes the plan of a run: turns Options into a model, a placement, configurations, and trials in running order."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Narrows down a trial's need for GPU memory by replaying its allocations, where the rule leaves a verdict open.
 
-The rule (``GpuNeed.by_rule``) decides rows whose need is far from the GPU's memory. Others are replayed, which takes a
-fraction of a second.
+The rule (``GpuNeed.by_rule``) settles the verdict on rows whose need is far from the GPU's memory. Others are replayed,
+which takes a fraction of a second.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ ChildTraces = Literal["none", "usual", "all"]
 """Which traces a child process may make if neither the package nor the user's cache has them: none, those that rows
 usually need, or also those that only references and remedies need."""
 _NEAR_FROM_LEAST, _NEAR_TO_RESERVED = 0.8, 1.3
-"""Multiples of the rule's figures between which a GPU is near a trial's need. Replays of eight strategies of
-Llama-3.1-8B and GPT-2 (2 and 8 GPUs, 512 and 4,096 tokens, with and without checkpointing) need 0.81 to 1.21 times the
-rule's least memory and reserve up to 1.26 times its estimate."""
+"""A GPU is near a trial's need from 0.8 times the rule's least memory up to 1.3 times what the rule reserves. Replays
+of eight strategies of Llama-3.1-8B and GPT-2 (2 and 8 GPUs, 512 and 4,096 tokens, with and without checkpointing) need
+0.81 to 1.21 times the rule's least memory and reserve up to 1.26 times its estimate."""
 _LENGTHS = 8
-"""Number of steps, of lengths that grow evenly up to the longest, that represent varying lengths: no cached block is
+"""Number of steps that stand for varying lengths. They grow evenly up to the longest: no cached block is
 large enough for a longer sequence, so this order reserves a lot."""
 
 AUTOCAST, TILED_LOSS = "DDP under autocast", "the tiled loss"
-"""Traced only on demand: just references and remedies use them, and a trace takes a child process some seconds."""
+"""Traced only on demand: just references and remedies use them, and a trace takes a child process a few seconds."""
 
 UNPREDICTABLE = (ValueError, KeyError, TypeError, ZeroDivisionError)
 """Errors that a prediction raises for a configuration that the formulas do not cover."""
@@ -78,7 +78,7 @@ def predict_near(
     ``gpu_capacity_bytes``: memory of the GPU that the verdict is about; if None, it is unknown, and nothing is replayed
     unless ``mode`` is ``always``. ``varying_lengths``: whether the workload's sequence length is only the maximum.
     ``verdict_only``: do not search for the least memory of a replayed trial, but only find out whether the GPU has it,
-    in two replays instead of eight. ``variables``: environment variables of the row's ranks.
+    in two replays instead of about eight. ``variables``: environment variables of the row's ranks.
     """
     found = predict(
         profile,

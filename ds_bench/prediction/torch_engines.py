@@ -74,8 +74,8 @@ def _fsdp2(inputs: MemoryInputs, builder: LedgerBuilder) -> Phases:
 
     The group of the tensors outside the blocks stays gathered from the forward pass to the end of backward. The current
     block is gathered, and the next is being gathered into a flat buffer. Backward adds the gradients of that group and
-    of the block, and the flat copy of the block's that is reduced. Whole gradients of all groups are held while
-    micro-batches are accumulated.
+    of the block, and the flat copy of the block's gradients that is reduced. Whole gradients of all groups are held
+    while micro-batches are accumulated.
     """
     profile, element, ranks = inputs.profile, inputs.element, inputs.data_parallel_size
     parts = row_parts(profile, ranks)

@@ -33,7 +33,7 @@ _NOT_RESIDENT = ("deepspeed_buffers", "overhead")
 """Categories of host memory that do not count as resident on the CPU accelerator: only those pages of
 DeepSpeed's buffers that were written become resident, and the overhead is an assumption."""
 _FAR_BEYOND = 1.5
-"""Multiple of a node's memory above which a predicted need is refused: predictions are never that far off."""
+"""Multiple of a node's memory above which a trial's predicted need rules it out: predictions are never that far off."""
 _MISS_FRACTION = 0.10
 """Relative error of a prediction above which it gets a caveat."""
 _MIN_MISS_BYTES = 256 * 10**6
@@ -47,7 +47,7 @@ class MemoryCapacity:
     gpu_bytes: int | None
     """The smallest GPU used, real or emulated; None on the CPU accelerator."""
     host_bytes: int | None
-    """Host memory of the smallest node, or what a smaller limit allows its processes."""
+    """Host memory of the smallest node, or what its processes may use under a smaller limit."""
     node_bytes: int | None = None
     """Host memory of a node or its cgroup's limit, whatever ``--cpu-memory-limit`` is: a rank that exceeds the flag's
     limit ends only itself, but one that exceeds this takes memory from the whole machine."""
@@ -105,8 +105,8 @@ def profile_model(
 ) -> ModelProfile | Unpredicted:
     """Find the sizes of a model's tensors and activations.
 
-    They are computed by formula if there is a ``choice`` or the model is not built, stored for a preset, and otherwise
-    measured in a child process.
+    They are computed by formula if there is a ``choice`` or the model is not built, read from the package for a
+    preset, and otherwise measured in a child process.
 
     ``dropout``: None for the model's own. ``variants``: those needed in addition to the usual one. ``environment``:
     variables of the trials' processes, so that a model is built as they build it. ``choice``: which parameters are
@@ -264,11 +264,12 @@ def with_savings(
     lacked_memory: bool,
     replays: ReplayMode = "near",
 ) -> Trial:
-    """Return a predicted trial with the memory that changes would save, for its record; unchanged without a prediction.
+    """Return a predicted trial with the savings of possible changes, for its record; unchanged without a prediction.
 
-    ``hidden_size``: the model's, which sizes small buffers; None if unknown. ``lacked_memory``: the trial did; other
-    configurations for its workload are predicted too, and judged as ``plan`` would for GPUs of
-    ``gpu_bytes``. That takes seconds if the needs of many are near that size. No child process is started.
+    ``hidden_size``: the model's, which sizes small buffers; None if unknown. ``lacked_memory``: whether the trial
+    failed, was skipped or nearly failed for lack of memory; if so, other configurations for its workload are predicted
+    too, and judged as ``plan`` would for GPUs of ``gpu_bytes``. That takes seconds if many need about that much. No
+    child process is started.
     """
     workload, config, num_gpus = trial.workload, trial.ds_config, trial.placement.num_gpus
     if trial.prediction is None or not isinstance(profile, ModelProfile) or workload.pass_type != "train":
@@ -283,7 +284,7 @@ def with_savings(
             configuration=trial.configuration,
             hidden_size=hidden_size,
             torch_adam=bool(config["optimizer"]["params"].get("torch_adam")),
-            # A further node would be like this one, if it is large.
+            # A further node is assumed to have as many GPUs as this one, and at least eight.
             ranks_per_node=trial.placement.ranks_per_node if trial.placement.num_nodes > 1 else max(8, num_gpus),
             replays=replays,
             child_traces="none",
@@ -340,7 +341,7 @@ def predicted_over_measured(record: TrialRecord) -> float | None:
     prediction = stored_prediction(record.trial)
     if prediction is None or prediction.unknown is not None:
         return None
-    # A prediction whose fullest moment is before the first step is compared with the peak of that time.
+    # A prediction that peaks before the first step is compared with the measured peak of that time.
     name = "gpu_init_peak_bytes" if prediction.phase in ("build", "initialize") else "gpu_peak_bytes"
     peak = max(measured_values(record.ranks, name), default=0)
     return (prediction.gpu_bytes - prediction.gpu.get("overhead", 0)) / peak if peak else None

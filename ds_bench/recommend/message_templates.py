@@ -103,17 +103,15 @@ TEMPLATES: Mapping[str, str] = {
     "fragmented": "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or lower --batch-size",
     "disk_full": "free space on the full disk",
     "swap_disk_full": "free {need} on the swap disk, give a different --nvme-path, or try cpu_full",
-    "timeout": "raise --timeout, or run fewer than {steps} steps (--num-steps, --warmup-steps); if a trial hung, read "
-    "the stacks of its ranks (rank*.stacks next to the logs)",
-    "stalled": "read the stacks of its ranks (rank*.stacks next to the logs) to see where they waited; if they were "
-    "only slow, raise --stall-timeout",
+    "timeout": "raise the limit that was reached (--timeout or --stall-timeout), or run fewer than {steps} steps "
+    "(--num-steps, --warmup-steps); if a trial hung, read the stacks of its ranks (rank*.stacks next to the logs)",
     "timeout_at_start": "raise --timeout or --stall-timeout: training had not begun, so fewer steps do not help",
     "timeout_at_start_of_hosts": "raise --timeout or --stall-timeout (training had not begun, so fewer steps do not "
     "help), or name the interface between the hosts (export NCCL_SOCKET_IFNAME=…)",
     "killed": "check what killed the trial (scheduler limits, dmesg), then rerun it with --resume and --retry Killed",
     "crashed": f"read the end of the log, rebuild the ops ({invocation.command('ops')}), then run only that row",
     "crashed_script": "read the end of the log (the notes of --verbose show its path)",
-    "unsupported": "see the cause of each row (✗): it says what to use instead",
+    "unsupported": "use what the cause names, or choose another configuration",
     "skipped": "try a smaller micro-batch, more GPUs, a shorter --seq-length or a smaller model",
     "resume": "{command}",
     "interrupted": "continue with --resume RUN_DIR: rows are missing",

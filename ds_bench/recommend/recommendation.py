@@ -89,8 +89,8 @@ class Recommendation:
     @property
     def lines(self) -> list[str]:
         """One line each for the answer, the facts and the next steps; a report's notes have the steps for caveats."""
-        # Named here if the headline only counts them, or gives a different reason.
-        unnamed = self.disturbed or sum(map(len, self.undecided)) > MAX_LETTERS_NAMED
+        # Named here if the headline only counts them, or does not name them.
+        unnamed = self.headline.kind == "disturbed" or sum(map(len, self.undecided)) > MAX_LETTERS_NAMED
         tie = [f"Too close to call: {format_list(self.undecided)}"] if self.undecided and unnamed else []
         steps = (f"Next: {step}" for step in self.next_steps if step.kind not in ("caveat", "run_idle"))
         facts = map(str, filter(None, (self.provisional, *self.facts, self.alternative)))

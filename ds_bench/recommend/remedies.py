@@ -37,7 +37,7 @@ class Ending(NamedTuple):
 
 def _timeout_remedy(run: Run) -> str:
     if run.outcome.phase not in ("hello", "import", "build", "init"):
-        return "stalled" if run.outcome.kind == "stalled" else "timeout"
+        return "timeout"
     # NCCL may have chosen the network bridge of a container or virtual machine.
     return "timeout_at_start_of_hosts" if run.trial.placement.num_nodes > 1 else "timeout_at_start"
 

@@ -1,4 +1,4 @@
-"""What ``--resume`` requires of a run, and which of its trials it runs again."""
+"""What ``--resume`` requires of a run, and which of its trials it and ``--retry`` run again."""
 
 from __future__ import annotations
 

@@ -391,7 +391,7 @@ class Outcome:
     requested_bytes: int | None = None
     free_bytes: int | None = None
     kind: str | None = None
-    """``RankFailure.kind`` of the root cause, ``bus_error`` or ``stalled``; None if only the status is known."""
+    """``RankFailure.kind`` of the root cause, or ``bus_error``; None if only the status is known."""
 
     @property
     def success(self) -> bool:

@@ -1,10 +1,10 @@
 """Exports a row as files to train with: for DeepSpeed itself, the Hugging Face Trainer and Accelerate, with a README.
 
 Values are those that ran, never better ones: choosing the row is the job of ``recommend``. The Trainer's file says
-"auto" only where the Trainer would refuse a value that differs from its arguments. Buckets and thresholds stay numbers,
-because those that the Trainer derives from the hidden size were not measured. What was "auto" in the user's file stays
-"auto". The README's text is ``templates/export_readme.md``; names that users or models chose are shown as code or
-escaped, so that none can end a line or open markup.
+"auto" only where the user's file did, or where the Trainer would refuse a value that differs from its arguments.
+Buckets and thresholds stay numbers, because those that the Trainer derives from the hidden size were not measured. The
+README's text is ``templates/export_readme.md``; names from users or models are shown as code or escaped, so
+that none can end a line or open markup.
 
 Sources: DeepSpeed 0.19.8 ``runtime/config.py``; Transformers 5 ``integrations/deepspeed.py``
 (``trainer_config_process``); Accelerate 1 ``utils/dataclasses.py`` (``DeepSpeedPlugin``), ``utils/launch.py``.
@@ -110,7 +110,7 @@ def write_planned_rows(rows: Sequence[PlanRow], folder: Path) -> list[str]:
         nodes = -(-placement.num_gpus // trial.ranks_per_node)
         need = row.prediction.gpu_need
         doubt = f"Planned, not run: it is predicted to {'fit' if row.verdict == FITS else 'be tight'}"
-        doubt += f" with {gpu_range(need)} GB per GPU"
+        doubt += f", needing {gpu_range(need)} GB per GPU"
         if need.method == "rule":
             doubt += ", by formula, without replaying its allocations"
             doubt += f" (because of {need.not_replayed})" if need.not_replayed else ""
@@ -163,7 +163,7 @@ def _write_script_export(record: TrialRecord, folder: Path, doubt: str | None) -
     if not record.outcome.success:
         lines += [f"**This row did not train here** ({escape(record.outcome.status)}).", ""]
     where = ", on every host" if record.trial.placement.num_nodes > 1 else ""
-    script, how = record.trial.workload.script, f"The command that was measured trains with it{where}:"
+    script, how = record.trial.workload.script, f"To train with it, run{where}:"
     if script is not None and script.config_source == "override":
         how = f"Put its values in place of the script's own DeepSpeed values, then run{where}:"
     lines += [f"`{RAW_FILE}` is your own file with this row's changes. {how}", "", command]

@@ -71,7 +71,7 @@ def explanation_tables(difference: RowDifference) -> list[Table]:
 
 
 def explanation_lines(difference: RowDifference, title: str, width: int) -> Iterator[str]:
-    """Format the whole explanation as text. Outside tables, lines have at most ``width`` characters, or 80."""
+    """Format the whole explanation as text. Outside tables, lines have at most ``width`` characters, never over 80."""
     width = min(width, _WIDEST_TEXT)
     yield from wrap(f"{difference.b.label} compared with {difference.a.label} · {title}", width)
     if sentence := largest_change(difference):
@@ -95,7 +95,7 @@ def largest_change(difference: RowDifference) -> str:
         text = f"{where}: {format_bytes(tier.a_bytes)} → {format_bytes(tier.b_bytes)}"
         largest = tier.categories[0] if tier.categories else None
         if _is_same(tier.a_bytes, tier.b_bytes):
-            text += ", no change"
+            text += ", about the same"
         elif largest is not None and largest.category != TOTAL:
             text += f"; largest change: {_category(largest.category, tier)} ({signed(largest.difference_bytes)})"
         parts.append(f"{text}.")
@@ -221,7 +221,7 @@ def _speed_text(time: TimeDifference) -> str:
 
 
 def _key_rows(difference: RowDifference) -> Iterator[Cells]:
-    """The keys set differently, stage and devices included.
+    """The keys that are set differently, including stage and devices.
 
     Keys that follow from these are left out unless they act on memory that changed.
     """
@@ -239,7 +239,7 @@ def _key_rows(difference: RowDifference) -> Iterator[Cells]:
             acts_on = [
                 f"{name} time"
                 if name in PHASES
-                else "memory of model build"
+                else "memory while the model is built"
                 if name == "build"
                 else category_text(name)
                 for name in key.acts_on

@@ -21,6 +21,7 @@ from .comparison_report import ComparisonReport
 from .table_layout import MAX_TEXT_WIDTH, Column, Line, Table, code_block, escape, make_table, printable, wrap
 
 _SIGNS = "★✗×÷±·…—✅❌→"
+_MAX_NOTES = 2
 _ROW_KINDS = (
     *UNSTABLE_KINDS,
     CaveatKind.NOT_STEADY,
@@ -61,7 +62,7 @@ def print_reports(
 ) -> None:
     """Print the reports one after another, then the tables that compare them.
 
-    If the sizes of ``model-size``, or passes other than training steps, were timed, print only their tables. With
+    For the ``model-size`` benchmark, and for passes other than training steps, print only the tables. With
     ``in_short``, for a sweep that has just run, reduce several reports to their answers. Neither applies with
     ``as_markdown`` or ``verbose``.
     """
@@ -181,18 +182,12 @@ def report_lines(report: ComparisonReport, width: int, unicode: bool) -> list[Li
     if report.files:
         lines.append(Line(f"{indent}Files: {printable(report.files, unicode)}"))
     lines += [Line(""), *short_table(report).to_terminal(width, unicode=unicode)]
-    trained = [row for row in report.comparison.rows if row.succeeded]
-    marks = []
-    if recommendation.choice is not None and has_kind(report.comparison.caveats, CaveatKind.TOO_FEW_REPEATS):
-        marks.append(f"? not tested (fewer than {FEWEST_RUNS} runs)")
-    if any(row.invalid_reason is not None and row.key != recommendation.key for row in trained):
-        marks.append("! do not rely on these figures")
     shown = [*map(str, filter(None, (recommendation.provisional, recommendation.alternative)))]
-    shown += notes_that_matter(report, most=1 if marks else 2)
+    shown += notes_that_matter(report)
     shown += _notes_of_rows(report.comparison, lambda caveat: caveat.kind in _SHOWN_KINDS)
+    trained = any(row.succeeded for row in report.comparison.rows)
     if trained and has_kind(report.comparison.caveats, CaveatKind.CPU_ACCELERATOR):
         shown.append(combined_table.CPU_LINE)
-    shown += [f"{'; '.join(marks)}."] if marks else []
     notes = []
     for text in shown:
         notes += wrap(printable(text, unicode), text_width - len(indent), max_lines=3)
@@ -228,8 +223,8 @@ def short_table(report: ComparisonReport) -> Table:
     )
 
 
-def notes_that_matter(report: ComparisonReport, most: int = 2) -> list[str]:
-    """Return the notes that change how the table is read: at most ``most`` sentences, most serious first.
+def notes_that_matter(report: ComparisonReport) -> list[str]:
+    """Return the notes that change how the table is read: at most ``_MAX_NOTES`` sentences, most serious first.
 
     Failures and disqualifying caveats of the alternative's row are left out: the alternative itself states them.
     """
@@ -239,7 +234,7 @@ def notes_that_matter(report: ComparisonReport, most: int = 2) -> list[str]:
     notes = [*filter(None, notes)]
     for row in comparison.rows:
         if row.differences:
-            notes.append(f"{row.label}: no ratio, as rows differ in {'; '.join(row.differences)}.")
+            notes.append(f"{row.label}: no ratio, because the rows differ in {'; '.join(row.differences)}.")
     notes += _notes_of_rows(
         comparison,
         lambda caveat: caveat.kind.disqualifies or caveat.kind is CaveatKind.OTHER_TRAINING,
@@ -247,8 +242,12 @@ def notes_that_matter(report: ComparisonReport, most: int = 2) -> list[str]:
     )
     general = [caveat for caveat in comparison.caveats if caveat.kind in _GENERAL_KINDS]
     notes += [f"{caveat.text[0].upper()}{caveat.text[1:]}." for caveat in general]
+    undecided = bool(report.recommendation.undecided)
+    too_few = has_kind(comparison.caveats, CaveatKind.TOO_FEW_REPEATS)
+    if too_few and report.recommendation.choice is not None and not undecided:
+        notes.append(f"Differences marked ? are not tested: rows have fewer than {FEWEST_RUNS} runs.")
     notes += _notes_of_rows(comparison, lambda caveat: caveat.kind in _ROW_KINDS)
-    return list(dict.fromkeys(notes))[:most]
+    return list(dict.fromkeys(notes))[:_MAX_NOTES]
 
 
 def _notes_of_rows(

@@ -1,1 +1,1 @@
-"""This machine: facts about it, without judging them, and its processes, files and terminal."""
+"""This machine: facts about it, and its processes, files and terminal."""

@@ -76,7 +76,7 @@ class Environment:
     cgroup_memory_limit_bytes: int | None = None
     """The tightest memory limit on this process; ``None`` without one."""
     cgroup_memory_peak_bytes: int | None = None
-    """The most memory that the cgroup ever held, page cache included: more than this run uses."""
+    """The most memory that the cgroup had held by then, page cache included: not this run's use."""
     packages: Mapping[str, str] = field(default_factory=dict)
     """Version of each installed package among :data:`PACKAGES`; one that is not installed is absent."""
     torch_cuda_version: str | None = None

@@ -93,7 +93,7 @@ def ensure_streams() -> None:
 
 @contextmanager
 def ignoring_broken_stderr() -> Iterator[None]:
-    """Within this context a standard error that cannot be written (``2>&1 | head``, a full disk) raises nothing."""
+    """Within this context, a failed write to standard error (``2>&1 | head``, a full disk) raises nothing."""
     before = sys.stderr
     sys.stderr = cast(TextIO, _DroppingStream(before))
     try:

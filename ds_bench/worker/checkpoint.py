@@ -1,4 +1,4 @@
-"""Saves and loads a checkpoint of a trained engine, and saves its 16-bit model, each timed after the measured window.
+"""Saves a trained engine's checkpoint, loads it and checks what came back, and saves its 16-bit model; times each.
 
 Each action writes to a private folder of the trial, and its files are removed once no later action needs them. Between
 saving and loading, an optimizer step changes the states, and the weights that passes compute with are halved: the loss,

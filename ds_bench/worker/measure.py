@@ -245,7 +245,7 @@ def _backward_with_ledger(engine: Any, loss: torch.Tensor) -> ledger.Ledger:
         seen.add(id(parameter))
         if len(seen) == moment and not inside:
             counter = ledger.count_storages(engine, others=False)
-            if ledger.stays_after_reduction(engine, parameter):  # but is not yet the gradient of its parameter
+            if ledger.stays_after_reduction(engine, parameter):  # the tensor is not yet its parameter's ``grad``
                 counter.claim("gradients", [gradient])
             inside.update(counter.ledger)
 
@@ -280,7 +280,7 @@ def _measure_phases_and_ledger(trainer: training_loop.Trainer, assignment: Assig
         loss, activations = ledger.count_activations(lambda: trainer.compute_loss(batch), parameters)
         inside_backward = _backward_with_ledger(engine, loss)
     del loss
-    # Gradients are whole here; a step that updates the weights frees them.
+    # All gradients are still held here; a step that updates the weights frees them.
     before_step = ledger.count_storages(engine)
     for _ in range(trainer.grad_accum - 1):  # completes the optimizer step
         engine.step()

@@ -1,14 +1,15 @@
 """Measures the bytes that a model keeps for its backward pass: ``python -m ds_bench.worker.measure_activations``.
 
 Reads one JSON request per line from standard input. The model is built under ``FakeTensorMode`` (shapes and storages,
-no bytes) on the CPU device, in its training number format; a saved-tensor hook counts the storages that autograd keeps,
-as the ledger of a real run does. Six pairs of batch size and sequence length give the coefficients of a polynomial.
+no bytes) on the CPU device, in the number format it trains in; a saved-tensor hook counts the storages that autograd
+keeps, as the ledger of a real run does. Six pairs of batch size and sequence length give the coefficients of a
+polynomial.
 
 A request with a ``config`` names an architecture whose tensor sizes can be computed: the model is built with two
 layers, unless the request is for the ``whole`` model, because its layers are of several kinds. Any other request names
-a folder, a model on the Hub or a factory. A whole model's tensors are printed immediately (a line with ``partial``);
-then all but two blocks of each kind are removed. In both cases the second block of a kind represents all later ones.
-Each request ends with one line: the answer, or ``error``.
+a folder, a model on the Hub or a factory. A whole model's tensor sizes are printed immediately (a line with
+``partial``); then all but two blocks of each kind are removed. In both cases the second block of a kind represents all
+later ones. Each request ends with one line: the answer, or ``error``.
 
 In three cases CUDA keeps tensors that differ from the CPU's; ``imitate_cuda`` makes up for it. A real run is measured
 by ``ledger``.
@@ -75,7 +76,7 @@ IMITATED: tuple[tuple[Any, str], ...] = (
     *((torch.Tensor, name) for name in ("pow", "__pow__")),
     *((torch.nn.functional, name) for name in ("softmax", "layer_norm", "dropout", "scaled_dot_product_attention")),
 )
-"""Where the functions are that :func:`imitate_cuda` calls differently."""
+"""Where to find the functions that :func:`imitate_cuda` calls differently."""
 
 Answer = dict[str, Any]
 
@@ -150,7 +151,7 @@ def _fit_activations(
     if name == "chunked" and not on_cuda:
         from deepspeed.runtime import chunked_cross_entropy
 
-        # Measured as on CUDA, whose parts take no memory: two fp32 temporaries of one part on the CPU are added.
+        # Measured as on CUDA, where parts take no memory; on the CPU one part takes two fp32 temporaries, added here.
         fixed = fits["loss_limit"]["fixed"]
         fixed["1"] = fixed.get("1", 0) + 2 * 4 * int(chunked_cross_entropy._BLOCK_ELEMENTS)
     # Last, since it changes the model.
@@ -161,7 +162,7 @@ def _fit_activations(
 
 
 def adapt_tiled_loss() -> None:
-    """Let DeepSpeed's tiled loss run on fake tensors, which lack the value of the gradient that it reads: 1 here."""
+    """Let DeepSpeed's tiled loss run on fake tensors. It reads the incoming gradient, which has no value: use 1."""
     from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
 
     def backward(ctx: Any, *_gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -211,7 +212,7 @@ def _name_arguments(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[s
 def build_fake_model(
     request: Mapping[str, Any], dtype: torch.dtype, layers: int = LAYERS
 ) -> tuple[torch.nn.Module, build.MakeBatch | None]:
-    """The model of a request on fake tensors, in training mode, and a factory's own batch function.
+    """The requested model, on fake tensors and in training mode, and a factory's own batch function.
 
     ``layers``: depth of a known architecture; any other model has its own.
     """
@@ -312,7 +313,7 @@ def _count_tensors(model: torch.nn.Module, block_count: int) -> Answer:
 
 
 class _ShortenedModel:
-    """A model with, if it can be shortened, at most two blocks of each kind, and the bytes that its passes keep."""
+    """A model, shortened to at most two blocks of each kind if possible, and the bytes that its passes keep."""
 
     def __init__(
         self,
@@ -398,8 +399,8 @@ def _remove_similar_blocks(
 ) -> tuple[list[torch.nn.Module], list[int]]:
     """Remove all but two blocks of each kind. Return those left, and how many blocks each represents.
 
-    Only from a Transformers model with a single list of blocks, whose forward pass loops over that list and over
-    the depth in its config; any other model stays whole.
+    Only from a Transformers model with a single list of blocks, whose forward pass loops over that list up to the depth
+    in its config; any other model stays whole.
     """
     config = getattr(model, "config", None)
     lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and blocks and list(m) == blocks]
@@ -443,9 +444,10 @@ def _describe_kind(block: torch.nn.Module) -> Any:
 
 @contextlib.contextmanager
 def _loss_in_parts(name: str, *, of_fixed_size: bool) -> Iterator[None]:
-    """Compute a loss in parts that grow with the micro-batch, as if it were small, or of fixed size, as if large.
+    """Compute a loss in parts: growing with the micro-batch, as if that were small, or of fixed size, as if it were
+    large.
 
-    For ``chunked``, parts of a fixed size mean its kernel on CUDA, whose parts take no memory.
+    For ``chunked``, a fixed size stands for its kernel on CUDA, whose parts take no memory.
     """
     if name == "tiled":
         with mock.patch.object(

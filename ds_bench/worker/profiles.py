@@ -39,7 +39,7 @@ _MAX_EVENTS = 100_000
 """Maximum number of allocations and frees in the recorded history, which keeps the latest; each takes a few KB."""
 _ROWS_IN_FILE = 100
 _STEP = "optimizer step"
-"""Marks each step in the trace. Its own time is that outside operators."""
+"""Marks each step in the trace. Its self time is the time spent outside operators."""
 _OUTSIDE = "(Python and waiting, outside operators)"
 _NO_OPERATOR = "(kernels that no operator launched)"
 """Kernels of DeepSpeed's own ops and of compiled code, among others."""
@@ -67,7 +67,7 @@ class ProfiledSteps:
         """Steps to observe."""
         self.rank = torch.distributed.get_rank()
         self.left = total_steps
-        """Steps that are still to be taken, the profiler's further ones included."""
+        """Steps still to be taken, including the profiler's extra ones."""
         self.is_training = False
         """Whether a step is being taken: an exception then comes from training, not from the profiler."""
         self.files: list[Path] = []
@@ -148,7 +148,7 @@ def observe_time(steps: ProfiledSteps) -> Sequence[str]:
             with torch.profiler.record_function(_STEP):
                 steps.step()
         steps.synchronize()
-    # A sign of life before the trace is written, which may take a long time.
+    # A heartbeat before the trace is written, which may take a long time.
     steps.trainer.heartbeat.beat("inspect")
     profiler.export_chrome_trace(str(steps.file("trace.json.gz")))
     device = "device" if steps.on_cuda else "cpu"
@@ -174,7 +174,7 @@ def profile_memory(activities: Any = None) -> torch.profiler.profile:
 def export_timeline(profiler: torch.profiler.profile, steps: ProfiledSteps) -> str:
     """Write the bytes of each category over time, as torch exports them. Return a line about the peak.
 
-    torch refuses if operators write to one tensor twice, as at stage 3; the bytes then have no categories.
+    torch refuses if operators write to the same tensor twice, as at stage 3; the bytes then have no categories.
     """
     path = steps.file("memory_timeline.json.gz")
     device = steps.trainer.first_device
@@ -195,12 +195,12 @@ def export_timeline(profiler: torch.profiler.profile, steps: ProfiledSteps) -> s
         with gzip.open(path, "wt", encoding="utf-8") as file:
             # In the form of torch's own file, with a single category.
             json.dump([times, [[0, size] for size in totals]], file)
-        return f"peak of tensors above the initial level: {max(totals, default=0) / 2**20:,.1f} MB"
+        return f"peak tensor memory above the initial level: {max(totals, default=0) / 2**20:,.1f} MB"
     highest: list[int] = max(sizes, key=sum, default=[])
     # The first number of each row is 0: categories begin with the second (_coalesce_timeline).
     by_category = sorted(zip(_CATEGORIES, highest[1:], strict=False), key=lambda pair: -pair[1])
     parts = ", ".join(f"{name} {size / 2**20:,.1f}" for name, size in by_category if size >= 2**20 / 20)
-    return f"peak of tensors {sum(highest) / 2**20:,.1f} MB: {parts}"
+    return f"peak tensor memory {sum(highest) / 2**20:,.1f} MB: {parts}"
 
 
 def lines_by_time(averages: Sequence[Any], device: str, step_count: int) -> tuple[str, ...]:

@@ -25,9 +25,9 @@ _MAX_PENDING = 64
 
 
 class StepClock:
-    """Marks between steps: device events on CUDA, so that timing adds no synchronization; else the clock.
+    """Marks between steps: device events on CUDA, so that timing adds no synchronization; else the host's clock.
 
-    Without ``synchronized`` the clock is used on CUDA too, which is wrong there (``Workload.synchronized``).
+    Without ``synchronized`` the host's clock is used on CUDA too, which is wrong there (``Workload.synchronized``).
     """
 
     def __init__(self, accelerator: str, *, synchronized: bool = True) -> None:

@@ -48,7 +48,7 @@ def synchronize(accelerator: str) -> None:
 
 
 class Trainer:
-    """Trains an engine, DeepSpeed's or a reference, step by step, with a heartbeat at each phase."""
+    """Trains a model through an engine, DeepSpeed's or a reference, step by step, with a heartbeat at each phase."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Trainer:
     ) -> None:
         """``loaded``: the micro-batches to train on; None: ``batches``, again and again.
 
-        ``loss_share``: weight of this rank's mean loss in that of its sequences, which ``loss_parts`` ranks share.
+        ``loss_share``: weight of this rank's mean loss in the loss of its sequences, which ``loss_parts`` ranks share.
         ``synchronized``: see ``StepClock``.
         """
         self.engine = engine

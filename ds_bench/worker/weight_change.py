@@ -31,7 +31,7 @@ from .reference_engines import ReferenceEngine
 EARLY_STEPS = 5
 """Optimizer steps over which weight changes are compared, however long the trial is."""
 DIMENSIONS = 256
-"""Sums in a sketch: the standard error of a norm computed from it is about 4 % (half of √(2/256), the square's)."""
+"""Sums in a sketch: the standard error of a norm computed from it is about 4 % (half that of its square, √(2/256))."""
 MAX_SECONDS = 60.0
 """Limit for one pass over a rank's weights. One core reads about 300 million per second: 23 s for 7 billion on one rank
 with a CPU optimizer, 29 s for an eighth of 70 billion."""
@@ -68,7 +68,7 @@ class WeightChange:
         return self._since(self._before)
 
     def watch(self, window: range, skipped_steps: Callable[[], int]) -> list[tuple[int, Callable[[], None]]]:
-        """Return calls that fill ``early_window`` with an EarlyWindow's fields, each with the steps taken before it."""
+        """Return pairs of a number of steps and the call to make after them; the calls fill ``early_window``."""
 
         def start() -> None:
             # The weights before the first step have been read already.
@@ -239,7 +239,7 @@ def gather_tensor_parallel(
 
 
 def _own_fragments(engine: Any) -> Iterator[Fragment]:
-    """Yield this rank's share, among the ranks that hold the same tensors."""
+    """Yield this rank's share of the weights, as divided among the ranks that hold the same tensors."""
     names = {id(parameter): name for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
     wrapper = engine.optimizer
     if engine.zero_optimization_stage() == 3:

@@ -227,7 +227,8 @@ def test_an_emulated_card_and_nodes_come_back_from_a_flat_row(tmp_path: Path, li
         accelerator="cuda", num_gpus=3, hosts=(("a", 2), ("b", 1)), hostfile="/h", gpu_memory_limit_bytes=limit_bytes
     )
     outside = {"gpu_device_used_bytes": 12 * fakes.GB, "gpu_reserved_bytes": 10 * fakes.GB}
-    stored = save(tmp_path, fakes.success(fakes.trial(on=place), data_parallel_size=3, **outside))
+    used = {"gpu_peak_reserved_bytes": 10 * fakes.GB + 12_345_678}
+    stored = save(tmp_path, fakes.success(fakes.trial(on=place), data_parallel_size=3, **outside, **used))
     alone = tmp_path / "elsewhere.json"
     alone.write_bytes(stored.json_path.read_bytes())
     (run,) = load_results.load(alone).runs

@@ -138,7 +138,7 @@ def test_known_bugs_of_the_scripts_deepspeed_are_caveats() -> None:
 def test_steps_with_an_evaluation_or_a_save_are_named_and_do_not_make_a_row_unstable() -> None:
     seconds, apart = (1.0, 5.0, 1.0, 3.0), {"evaluation_forwards": (0, 0, 0, 2, 0, 0), "saves": (1, 0, 0, 0, 0, 1)}
     (caveat,) = row(1, seconds=seconds, **apart).caveats
-    assert caveat.values == {"count": 2, "steps": 4, "evaluated": 4.0, "usual": 1.0}
+    assert caveat.values == {"count": 2, "steps": 4, "apart": 4.0, "usual": 1.0}
     # A reference model is evaluated in every step: then none is unusual.
     kinds = [CaveatKind.UNSTABLE_STEPS, CaveatKind.NOT_STEADY]
     assert [each.kind for each in row(1, seconds=seconds, saves=(1,) * 6).caveats] == kinds

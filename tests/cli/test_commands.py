@@ -62,6 +62,8 @@ def test_report_without_a_result_shows_the_run_that_was_written_last(
     assert main(["report"]) == 0
     assert "★ ZeRO-1" in capsys.readouterr().out
     assert main(["explain", "zero1", "zero2"]) == 0
+    assert main(["explain", "result.json", "zero2"]) == 2
+    assert "result.json is not a row. Give the two rows first" in capsys.readouterr().err
     os.utime(earlier / "records.jsonl", (2e9, 2e9))  # it was resumed
     assert main(["report"]) == 0
     assert "★ ZeRO-0" in capsys.readouterr().out
@@ -157,7 +159,7 @@ def test_export_finds_the_row_and_says_which_of_several_results_it_is_from(
     capsys.readouterr()
     assert main(["report", str(flat), one, other, "--export", "0"]) == 0
     (said,) = [line for line in capsys.readouterr().err.splitlines() if "taken from" in line]
-    assert said.endswith(f", {one})")
+    assert said.endswith(f"({flat}, {one})")
     for stage in (0, 3):
         config = json.loads((tmp_path / f"ds_config_zero{stage}" / "ds_config.json").read_text(encoding="utf-8"))
         assert config["zero_optimization"]["stage"] == stage

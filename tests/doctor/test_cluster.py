@@ -148,7 +148,7 @@ def test_ranks_that_could_not_meet_are_told_at_once(monkeypatch: pytest.MonkeyPa
     with Hosts(["a", "b"], lambda _name: agent_words()) as both, socket.create_server(("", 0)) as other:
         both.connect()
         cluster.require_connections(both, here)
-        in_use = r"a cannot listen at 127\.0\.0\.1 port \d+: Address already in use "
+        in_use = r"a cannot listen on 127\.0\.0\.1 port \d+: Address already in use "
         with pytest.raises(PreflightError, match=in_use):
             cluster.require_connections(both, replace(here, master_port=other.getsockname()[1]))
         monkeypatch.setattr(both.connections[0], "request", lambda *_, **__: 1)  # as if it listened at port 1

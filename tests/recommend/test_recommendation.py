@@ -177,6 +177,11 @@ def test_rows_of_a_busy_cpu_are_ranked_provisionally_and_other_wrong_rows_are_no
     answers = (found, answer(*rows, offloaded), answer(rows[1]), answer(rows[1], rows[0], goal="memory"))
     assert [each.choice for each in answers[:3]] == ["ZeRO-2"] * 3
     assert len({each.headline.values["looks"] for each in answers}) == 4
+    near = fakes.success(fakes.trial(ZERO(1)), step_seconds=[512 / 1290] * 10, **busy)
+    tie = answer(rows[0], rows[1], near)
+    assert tie.headline.kind == "disturbed_tie"
+    assert "ZeRO-1 and 2 are too close to call. Start with ZeRO-1" in str(tie.headline)
+    assert not any(line.startswith("Too close to call") for line in tie.lines), "said once"
 
 
 def test_cpu_accelerator_weighs_host_memory_and_does_not_mention_gpus() -> None:

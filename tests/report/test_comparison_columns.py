@@ -20,6 +20,7 @@ from ds_bench.report.comparison_columns import (
     failure_text,
     measured_columns,
     row_status,
+    short_columns,
 )
 from ds_bench.units import MISSING
 from tests.support import fakes
@@ -160,3 +161,13 @@ def test_table_and_profiles_show_the_same_run_of_several() -> None:
     (details,) = step_rows(row)
     assert (details["communication"], details["step ms"]) == ("50 %", "200.0")
     assert samples.report(samples.comparison(row)).profiles == [("ZeRO-1: comms, rank 0", "run1.csv")]
+
+
+@pytest.mark.parametrize(
+    ("interval", "shown"),
+    [((4900.0, 5100.0), "±2 %"), ((1000.0, 16_000.0), "×÷ 4"), ((0.0, 1.0), MISSING), (None, MISSING)],
+)
+def test_an_interval_is_a_percentage_or_a_factor(interval: tuple[float, float] | None, shown: str) -> None:
+    report = samples.report(samples.comparison(replace(MEASURED, interval=interval)))
+    (column,) = (each for each in short_columns(report) if each.heading == "95 % CI")
+    assert column.cell(report.comparison.rows[0]) == shown

@@ -138,7 +138,7 @@ def test_the_end_of_a_run_at_80_columns(name: str, snapshot: SnapshotAssertion) 
 
 def test_what_makes_rows_of_a_script_differ_has_lines_of_its_own_and_explains_unsteady_steps() -> None:
     row = {"row": "ZeRO-1", "step": 2, "rank": 0, "own": 1.0, "theirs": 2.0, "difference": 0.1}
-    evaluated = {"count": 1, "steps": 5, "evaluated": 2.0, "usual": 1.0}
+    evaluated = {"count": 1, "steps": 5, "apart": 2.0, "usual": 1.0}
     kinds = (CaveatKind.OTHER_DATA, CaveatKind.OTHER_FIRST_LOSS, CaveatKind.OTHER_LOSSES, CaveatKind.EVALUATED)
     shown = [Caveat(kind, row | evaluated) for kind in kinds]
     hidden = [Caveat(CaveatKind.UNSTABLE_STEPS), Caveat(CaveatKind.NOT_STEADY)]
