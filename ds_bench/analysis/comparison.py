@@ -1,4 +1,4 @@
-"""Groups the runs of trials into rows, one per configuration, and compares every row with a baseline row."""
+"""Pools the runs of each row, and compares every row with a baseline row."""
 
 from __future__ import annotations
 

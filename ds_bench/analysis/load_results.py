@@ -189,7 +189,7 @@ def _runs_of_rows(rows: Sequence[Row], file: Path, environment: Environment | No
             if not _is_row_of(row, stored[key]):
                 return ()
             if whole and (record := stored[key].record) is not None:
-                entry = replace(record, trial=entry.trial)  # its repeats share the trial
+                entry = replace(record, trial=entry.trial)  # repeats share its parts
         except (ValueError, UsageError):
             return ()  # read_records will report the error
         runs.append(Run(row=row, stored=entry, environment=environment))
@@ -381,8 +381,8 @@ def _emulated_bytes(row: Row) -> int | None:
     if not (row.gpu_total_gb and row.gpu_percent and used):
         return None
     size_gb = used / (row.gpu_percent / 100)
-    # On a real GPU, the percentage also counts memory outside the allocator, so this is below its total, and a limit
-    # only by chance: a user types one with at most three decimals.
+    # On a real GPU, the percentage also counts memory outside the allocator, so this size is below the GPU's total and
+    # has at most three decimals only by chance. A limit is assumed to have been typed with at most three.
     is_limit = abs(1000 * size_gb - round(1000 * size_gb)) < 1e-6
     return round(size_gb * BYTES_PER_GB) if is_limit and size_gb < row.gpu_total_gb * (1 - 1e-6) else None
 

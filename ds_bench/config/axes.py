@@ -319,8 +319,9 @@ _TABLE = (
          meaning="how logits and loss are computed; model: by the model, with fp32 logits; chunked: DeepSpeed's "
                  "cross-entropy, which keeps logits in the training format; tiled: DeepSpeed's loss, computed for a "
                  "few tokens at a time, which keeps no logits; liger: Liger's fused kernel, which keeps none either",
-         note="tiled and liger keep the gradients of the output layer and of its input instead; nothing else saves as "
-              "much memory with long sequences. liger needs a GPU and the package liger_kernel",
+         note="tiled and liger keep the gradients of the output layer and of its input instead; with long sequences "
+              "and checkpointed activations, nothing else saves as much memory. liger needs a "
+              "GPU and the package liger_kernel",
          source="runtime/chunked_cross_entropy.py; runtime/sequence_parallel/ulysses_sp.py, TiledFusedLogitsLoss"),
     Axis("tiled_mlp", "Computation", label="tiled MLP", fields=("tiled_mlp",), switch=True, default="false",
          changes=("activations", "peak", "time"),
@@ -397,7 +398,7 @@ _TABLE = (
          source="runtime/base_optimizer.py, _configure_master_weights; since 0.18.3, with offload #8010"),
     Axis("overlap_comm", "Communication and buckets", keys=(ZERO + "overlap_comm",), switch=True,
          default="true at stage 3, else false", stages=(1, 2, 3), changes=("deepspeed_buffers", "time"),
-         meaning="reduces gradients during the backward pass, at stages 1 and 2 through a second bucket",
+         meaning="overlaps the reduction of gradients with the backward pass; stages 1 and 2 use a second bucket for it",
          source="runtime/zero/stage_1_and_2.py, setup_buckets; runtime/zero/stage3.py, __init__"),
     Axis("buffers", "Communication and buckets", keys=tuple(ZERO + key for key in DEFAULT_SIZES),
          names=("small_buffers", "trainer_auto", "default"), compute=_buffers, default="default", stages=(1, 2, 3),
@@ -421,6 +422,7 @@ _TABLE = (
     Axis("reduce_scatter", "Communication and buckets", keys=(ZERO + "reduce_scatter",), switch=True, default="true",
          stages=(2, 3), changes=("peak", "time"),
          meaning="sends each rank only its part of the gradients, instead of reducing all of them on every rank",
+         note="at stage 2 only if use_multi_rank_bucket_allreduce is off, which is on by default",
          source="runtime/zero/stage_1_and_2.py, average_tensor; runtime/zero/stage3.py, __avg_scatter_grads"),
     Axis("contiguous_gradients", "Communication and buckets", keys=(ZERO + "contiguous_gradients",), switch=True,
          default="true", stages=(1, 2, 3), changes=("deepspeed_buffers", "time"),

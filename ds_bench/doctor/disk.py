@@ -159,7 +159,10 @@ def _check_direct_io(path: Path) -> Finding:
 
 
 def check_speed(path: Path, variables: Mapping[str, str]) -> Iterator[Finding]:
-    """Measure the disk with DeepSpeed's own op. ``variables`` name the cache of the built op in the environment."""
+    """Measure the disk with DeepSpeed's own op.
+
+    ``variables``: environment variables of the measuring process; one of them names the folder of the built op.
+    """
     free = shutil.disk_usage(path).free
     size = min(_MAX_TEST_BYTES, free // 4)
     if size < _MIN_TEST_BYTES:

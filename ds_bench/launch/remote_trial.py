@@ -169,7 +169,7 @@ class FileReceiver:
             return
         name = str(message["file"])
         rank = _RANK_FILE.match(name)
-        # Refuse the run's own files, and those of a rank on another host.
+        # Refuse trial.json and ds_config.json, which are written here, and files of a rank on another host.
         if (
             not _FILE_NAME.fullmatch(name)
             or name in (TRIAL_FILE, CONFIG_FILE)

@@ -284,7 +284,7 @@ def with_savings(
             configuration=trial.configuration,
             hidden_size=hidden_size,
             torch_adam=bool(config["optimizer"]["params"].get("torch_adam")),
-            # A further node is assumed to have as many GPUs as this one, and at least eight.
+            # GPUs per node: with several nodes, the ranks of the fullest; with one, assumed to be at least eight.
             ranks_per_node=trial.placement.ranks_per_node if trial.placement.num_nodes > 1 else max(8, num_gpus),
             replays=replays,
             child_traces="none",
@@ -330,8 +330,8 @@ def peak_host_bytes(trials: Sequence[Trial]) -> int | None:
 
 
 def predicted_over_measured(record: TrialRecord) -> float | None:
-    """Return the ratio of predicted GPU memory to the allocator's highest peak on any rank: in the training steps or,
-    if predicted there, before them.
+    """Return the ratio of predicted GPU memory to the allocator's highest peak on any rank: that of the training
+    steps or, if the prediction peaks before the first step, that of the time before.
 
     The overhead assumed outside the allocator is left out. None without a readable prediction, its activations or a
     measured GPU peak. On the CPU accelerator there is no ratio, because resident memory is not comparable with

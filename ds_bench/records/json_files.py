@@ -111,7 +111,7 @@ def build(kind: type[T], value: Any, unknown_keys: UnknownKeys = "forbid") -> T:
 
 
 def read_lines(kind: type[T], path: Path, max_bytes: int) -> list[T]:
-    """Yield each line of a file that is a ``kind``; others, which a crash may cause, are skipped.
+    """Return the lines of a file that are a ``kind``; others, which a crash may cause, are skipped.
 
     Empty if the file cannot be read or has more than ``max_bytes``.
     """

@@ -121,7 +121,9 @@ def write_planned_rows(rows: Sequence[PlanRow], folder: Path) -> list[str]:
         if trial.configuration.uses_nvme:
             doubt += f" Replace {placement.nvme_path} with your NVMe folder."
         if nodes > 1:
-            doubt += f" For {nodes} nodes, set num_machines in accelerate.yaml and run its command on each node."
+            doubt += f" For {nodes} nodes, give the deepspeed launcher --hostfile in place of --num_gpus, or run the"
+            doubt += f" command of Accelerate on each node with --num_machines {nodes} --machine_rank I"
+            doubt += " --main_process_ip FIRST_NODE --deepspeed_multinode_launcher standard."
         name = folder_name(row.configuration.name)
         planned = Trial(
             trial_id=row.configuration.name,
@@ -256,7 +258,7 @@ def trainer_config(record: TrialRecord) -> Config:
 
 
 def _fillable(params: Mapping[str, Any]) -> list[str]:
-    """Return the optimizer's parameters that TrainingArguments can express; the Trainer rightly refuses others."""
+    """Return which of lr, betas, eps and weight_decay TrainingArguments can express; the Trainer refuses the rest."""
     betas = params.get("betas")
     found = [key for key in ("lr", "eps", "weight_decay") if _is_number(params.get(key))]
     if isinstance(betas, list | tuple) and len(betas) == 2 and all(map(_is_number, betas)):
@@ -326,6 +328,9 @@ def accelerate_yaml(record: TrialRecord, config_file: Path) -> str:
     if placement.hostfile is not None:
         deepspeed |= {"deepspeed_hostfile": placement.hostfile, "deepspeed_multinode_launcher": "pdsh"}
         deepspeed |= {"deepspeed_inclusion_filter": placement.include} if placement.include else {}
+    elif placement.num_nodes > 1:
+        # Started on each node; Accelerate's default, pdsh, needs a hostfile.
+        deepspeed |= {"deepspeed_multinode_launcher": "standard"}
     settings = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "DEEPSPEED",

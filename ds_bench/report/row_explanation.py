@@ -102,13 +102,13 @@ def largest_change(difference: RowDifference) -> str:
     time = difference.time
     if time is not None:
         text = _speed_text(time)
-        # A phase is named only if the step times differ beyond the noise.
+        # A phase is named only if the rows' speeds differ by more than the noise.
         if time.interval is not None and time.interval.distinguishable and time.phase_seconds:
             changes = {phase: pair.difference or 0.0 for phase, pair in time.phase_seconds.items() if phase in PHASES}
             phase = max(changes, key=lambda name: abs(changes[name]))
             if changes[phase]:
                 name = "the optimizer step" if phase == "step" else phase
-                text += f"; of its phases, {name} changes most ({signed(changes[phase], _ms)})"
+                text += f"; of the phases of a step, {name} changes most ({signed(changes[phase], _ms)})"
         parts.append(f"{text}.")
     return " ".join(parts)
 

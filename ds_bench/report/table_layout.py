@@ -1,4 +1,4 @@
-"""One table for terminals, Markdown and HTML, and text that stays text in each of them."""
+"""Lays out a table for terminals, Markdown and HTML, and escapes its text for each."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Prints text without control characters, with replacements for characters that the stream cannot show.
 
-Everything that the parent prints goes through :func:`print_text` or :func:`print_json`, except Parquet and what a
-``rich`` console draws, which is escaped first.
+Everything that the parent prints goes through :func:`print_text` or :func:`print_json`, except Parquet, argparse's
+``--help`` and ``--version``, "interrupted" while modules load, and what a ``rich`` console draws (escaped).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Classifies an exception in a rank: the kind of failure, and the bytes requested and free.
 
-Texts come from torch, DeepSpeed, NCCL, CUDA's libraries and Ray; each pattern has a test with the real exception, or
-with its text if raising it needs a GPU. The hook of a user's script imports this module in the script's interpreter
-(``script_hook``): keep it to the standard library and Python 3.9.
+Texts come from torch, DeepSpeed, NCCL, CUDA's libraries and Ray; each kind of failure has a test, with the real
+exception where a test can raise it, else with its text. The hook of a user's script imports this module in the script's
+interpreter (``script_hook``): keep it to the standard library and Python 3.9.
 """
 
 from __future__ import annotations

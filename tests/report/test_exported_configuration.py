@@ -309,6 +309,12 @@ def test_several_nodes_are_named_in_every_command_and_counted(tmp_path: Path) ->
     assert words[:4] == ["deepspeed", "--hostfile", str(hostfile), "train.py"]
 
 
+def test_accelerate_is_started_on_each_node_if_there_is_no_hostfile(tmp_path: Path) -> None:
+    files = write(row(num_gpus=4, hosts=(("a", 2), ("b", 2))), tmp_path)
+    assert files["accelerate.yaml"]["deepspeed_config"]["deepspeed_multinode_launcher"] == "standard"
+    assert "--machine_rank I --main_process_ip FIRST_NODE" in files["README.md"]
+
+
 # The README.
 
 
