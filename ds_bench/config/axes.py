@@ -398,7 +398,7 @@ _TABLE = (
          source="runtime/base_optimizer.py, _configure_master_weights; since 0.18.3, with offload #8010"),
     Axis("overlap_comm", "Communication and buckets", keys=(ZERO + "overlap_comm",), switch=True,
          default="true at stage 3, else false", stages=(1, 2, 3), changes=("deepspeed_buffers", "time"),
-         meaning="overlaps the reduction of gradients with the backward pass; stages 1 and 2 use a second bucket for it",
+         meaning="overlaps reducing the gradients with the backward pass; stages 1 and 2 use a second bucket for it",
          source="runtime/zero/stage_1_and_2.py, setup_buckets; runtime/zero/stage3.py, __init__"),
     Axis("buffers", "Communication and buckets", keys=tuple(ZERO + key for key in DEFAULT_SIZES),
          names=("small_buffers", "trainer_auto", "default"), compute=_buffers, default="default", stages=(1, 2, 3),

@@ -195,12 +195,12 @@ def export_timeline(profiler: torch.profiler.profile, steps: ProfiledSteps) -> s
         with gzip.open(path, "wt", encoding="utf-8") as file:
             # In the form of torch's own file, with a single category.
             json.dump([times, [[0, size] for size in totals]], file)
-        return f"peak tensor memory above the initial level: {max(totals, default=0) / 2**20:,.1f} MB"
+        return f"peak of tensors above the initial level: {max(totals, default=0) / 2**20:,.1f} MB"
     highest: list[int] = max(sizes, key=sum, default=[])
     # The first number of each row is 0: categories begin with the second (_coalesce_timeline).
     by_category = sorted(zip(_CATEGORIES, highest[1:], strict=False), key=lambda pair: -pair[1])
     parts = ", ".join(f"{name} {size / 2**20:,.1f}" for name, size in by_category if size >= 2**20 / 20)
-    return f"peak tensor memory {sum(highest) / 2**20:,.1f} MB: {parts}"
+    return f"peak of tensors {sum(highest) / 2**20:,.1f} MB: {parts}"
 
 
 def lines_by_time(averages: Sequence[Any], device: str, step_count: int) -> tuple[str, ...]:
