@@ -302,7 +302,7 @@ def test_every_row_that_fits_is_exported_and_a_tight_one_says_so(
     assert folders.keys() == {name for name, verdict in verdicts.items() if verdict != "does not fit"}
     for name, folder in folders.items():
         words = (folder / "README.md").read_text().split()
-        assert ("tight" in words) == (verdicts[name] == "tight")
+        assert ("tight," in words) == (verdicts[name] == "tight")
         assert ("formula," in words) == (methods[name] == "rule")
         names = {"ds_config.json", "ds_config_trainer.json", "ds_config_accelerate.json", "accelerate.yaml"}
         assert {file.name for file in folder.iterdir()} == {*names, "README.md"}

@@ -211,6 +211,6 @@ def test_every_way_to_a_host_has_its_remedy(monkeypatch: pytest.MonkeyPatch, tmp
         told = (tmp_path / f"{command.split()[0]}.words").read_text().splitlines()
         assert told[-len(words) :] == words
         assert ("BatchMode=yes" in told) == (command == SSH)
-    missing = pytest.raises(PreflightError, match=r"this host has no program nothing. Put .*--host-command")
+    missing = pytest.raises(PreflightError, match=r"nothing is not installed on this host. Put .*--host-command")
     with missing, cluster.connected_hosts(replace(TWO, host_command="nothing {host}")):
         pass

@@ -100,7 +100,7 @@ def device(folder: Path, name: str, rotational: str = "0", partition: str = "", 
 
 def test_disk_of_a_folder_is_nvme_or_a_warning(tmp_path: Path) -> None:
     assert device(tmp_path, "nvme0n1", partition="nvme0n1p2") == ("ok", "nvme0n1")
-    assert device(tmp_path, "md0", members=("nvme1n1", "nvme0n1")) == ("ok", "md0 of nvme0n1, nvme1n1")
+    assert device(tmp_path, "md0", members=("nvme1n1", "nvme0n1")) == ("ok", "md0 (nvme0n1, nvme1n1)")
     assert device(tmp_path, "md0", members=("nvme1n1", "sda"))[0] == "warning"
     assert device(tmp_path, "sda", "1") == ("warning", "sda is a rotational or virtual disk")
     assert device(tmp_path, "sda") == ("warning", "sda is not an NVMe device")

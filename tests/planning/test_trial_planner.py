@@ -171,7 +171,7 @@ def test_a_row_that_cannot_run_has_a_reason_and_the_others_stay(
 def test_a_row_that_differs_from_its_name_says_so(subtests: pytest.Subtests) -> None:
     for arguments, said in (
         (['--set=zero_optimization.offload_optimizer={"device": "cpu"}'], "optimizer offload was cpu"),
-        (["--set", 'zero_optimization.offload_param={"device": "cpu"}'], "ran with parameter offload cpu"),
+        (["--set", 'zero_optimization.offload_param={"device": "cpu"}'], "parameter offload was cpu"),
         (["--set", "bf16.enabled=false", "--precision", "bf16"], "ran in fp32"),
     ):
         with subtests.test(arguments=arguments):
