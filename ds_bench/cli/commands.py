@@ -236,8 +236,8 @@ COMMANDS: Mapping[str, Command] = {
             "--export": {"metavar": "STRATEGY", "help": "write that row's configuration to ds_config_STRATEGY/"},
             "--verbose": {**_ON, "help": "print more columns, all notes, and next steps for more rows"},
             "--to": {"choices": TRACKERS,
-                     "help": "write every trial as a TensorBoard run with its settings, steps and figures "
-                             "(docs/reading.md)"},
+                     "help": "write every trial as a TensorBoard run below tensorboard/: its settings, steps and "
+                             "figures (docs/reading.md)"},
         },
     ),
     "compare": Command(

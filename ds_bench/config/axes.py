@@ -422,7 +422,7 @@ _TABLE = (
     Axis("reduce_scatter", "Communication and buckets", keys=(ZERO + "reduce_scatter",), switch=True, default="true",
          stages=(2, 3), changes=("peak", "time"),
          meaning="sends each rank only its part of the gradients, instead of reducing all of them on every rank",
-         note="at stage 2 only if use_multi_rank_bucket_allreduce is off, which is on by default",
+         note="at stage 2 only if use_multi_rank_bucket_allreduce is off; that setting is on by default",
          source="runtime/zero/stage_1_and_2.py, average_tensor; runtime/zero/stage3.py, __avg_scatter_grads"),
     Axis("contiguous_gradients", "Communication and buckets", keys=(ZERO + "contiguous_gradients",), switch=True,
          default="true", stages=(1, 2, 3), changes=("deepspeed_buffers", "time"),

@@ -131,7 +131,8 @@ def recommend(comparison: Comparison, goal: str = "balanced", resume: OpenComman
         provisional = Fact("provisional", {"runs": runs, "lead": lead})
     rivals = sorted((choice, *undecided), key=lambda row: row.complexity)
     labels = [row.label for row in rivals]
-    named = format_list(labels) if sum(map(len, labels)) <= MAX_LETTERS_NAMED else f"{len(labels)} rows"
+    is_short = sum(map(len, labels)) <= MAX_LETTERS_NAMED
+    named = format_list(labels) if is_short or len(labels) == 2 else f"{len(labels)} rows"
     if all(row.label == f"ZeRO-{row.stage}" for row in rivals):
         named = f"ZeRO-{format_list([str(row.stage) for row in rivals])}"
     if eligible.disturbed and undecided and goal != "memory":
@@ -147,7 +148,7 @@ def recommend(comparison: Comparison, goal: str = "balanced", resume: OpenComman
         if len(rows) == 1:
             looks = "is the only row that can be recommended"
         elif len(compared) == 1:
-            looks = f"is the only row that trains with {_optimizer_name(choice)}, so no row was compared with it"
+            looks = f"is the only row with {_optimizer_name(choice)}, and speed does not decide between optimizers"
         elif len(compared) < len(rows):
             looks += f" of the rows that train with {_optimizer_name(choice)}"
         headline = Fact("disturbed", {"choice": choice.label, "looks": looks})

@@ -37,7 +37,7 @@ _STAGES: Mapping[int, _Texts] = {
     ),
     3: (
         "the parameters in training precision do not fit on one GPU, or stage 2 runs out of memory",
-        "a lower stage fits, or the link between the GPUs is slow: parameters are gathered for every pass",
+        "a lower stage fits, or the link between the GPUs is slow: each pass waits for parameters that it gathers",
         "parameters, gradients and optimizer states are partitioned; each layer is gathered when it is needed",
     ),
 }

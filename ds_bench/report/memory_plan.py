@@ -278,17 +278,21 @@ def plan_table(plan: MemoryPlan) -> Table:
     tight = {tier for row in plan.rows if row.verdict == TIGHT for tier in row.decisive_tiers}
     if "gpu" in tight:
         notes.append(
-            "tight: the first figure fits and the second does not; the row may retry allocations or run out of memory"
+            "tight: the lower figure of GPU GB fits, the upper does not; it may retry allocations or run out of memory"
         )
     if "host" in tight:
         notes.append("host memory is tight above 90 %")
     for why in dict.fromkeys(why for row in plan.rows for why in row.prediction.gpu_need.unknowns):
         notes.append(f"not predicted: {why}")
     if plan.shows_min_gpus and plan.requested.ranks_per_node != 1:
-        whole = f"GPUs needed is rounded up to whole nodes of {plan.requested.ranks_per_node}"
-        notes.append(f"beyond one node, {whole}, unless --num-gpus already fits")
-    if plan.shows_min_gpus or plan.shows_max_batch:
-        notes.append("at the number of GPUs or the batch shown, a row may still be tight")
+        node = plan.requested.ranks_per_node
+        notes.append(
+            f"GPUs needed: above {node}, rounded up to whole nodes of {node}, unless the row fits on --num-gpus"
+        )
+    if plan.shows_min_gpus:
+        notes.append("with that many GPUs, a row may still be tight")
+    if plan.shows_max_batch:
+        notes.append("at that micro-batch, a row may still be tight")
     for reason in dict.fromkeys(filter(None, (row.prediction.unknown for row in plan.rows))):
         if plan.unknown is None:
             labels = [row.label for row in plan.rows if row.prediction.unknown == reason]
@@ -297,19 +301,19 @@ def plan_table(plan: MemoryPlan) -> Table:
 
 
 def _method_notes(plan: MemoryPlan) -> Iterator[str]:
-    """Yield notes on the second figure of the rows, and on why some rows are not replayed."""
+    """Yield notes on the upper figure of the rows, and on why some rows are not replayed."""
     needs = {row.label: row.prediction.gpu_need for row in plan.rows}
     methods = {need.method for need in needs.values() if not need.is_lower_bound}
     varies = plan.requested.varying_lengths
     if varies:
         yield (
-            "lengths vary: the second figure assumes that they grow, so that no cached block is large enough for the "
+            "lengths vary: the upper figure assumes that they grow, so that no cached block is large enough for the "
             "next sequence; a first step with the longest sequences avoids most of this"
         )
     if "rule" in methods:
         of_some = "" if len(methods) == 1 else ", unless allocations were replayed,"
         more = f", and {VARYING_PERCENT} % for varying lengths" if varies else ""
-        yield f"the second figure{of_some} is an estimate: what is allocated plus 5 % and 6.5 GB{more}"
+        yield f"the upper figure of GPU GB{of_some} is an estimate: what is allocated plus 5 % and 6.5 GB{more}"
     for obstacle in dict.fromkeys(filter(None, (need.not_replayed for need in needs.values()))):
         labels = [label for label, need in needs.items() if need.not_replayed == obstacle]
         demand = "; --exact replays them" if obstacle in (AUTOCAST, TILED_LOSS) else ""

@@ -240,12 +240,12 @@ def notes_that_matter(report: ComparisonReport) -> list[str]:
         lambda caveat: caveat.kind.disqualifies or caveat.kind is CaveatKind.OTHER_TRAINING,
         without=other_key,
     )
-    general = [caveat for caveat in comparison.caveats if caveat.kind in _GENERAL_KINDS]
-    notes += [f"{caveat.text[0].upper()}{caveat.text[1:]}." for caveat in general]
     undecided = bool(report.recommendation.undecided)
     too_few = has_kind(comparison.caveats, CaveatKind.TOO_FEW_REPEATS)
     if too_few and report.recommendation.choice is not None and not undecided:
         notes.append(f"Differences marked ? are not tested: rows have fewer than {FEWEST_RUNS} runs.")
+    general = [caveat for caveat in comparison.caveats if caveat.kind in _GENERAL_KINDS]
+    notes += [f"{caveat.text[0].upper()}{caveat.text[1:]}." for caveat in general]
     notes += _notes_of_rows(comparison, lambda caveat: caveat.kind in _ROW_KINDS)
     return list(dict.fromkeys(notes))[:_MAX_NOTES]
 

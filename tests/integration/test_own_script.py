@@ -140,7 +140,7 @@ CASES = {
         configs="zero2",
         ranks=2,
         status="❌ KeyError",
-        error="KeyError in loop: .*column 'text' is not in the data set",
+        error="KeyError between two steps: .*column 'text' is not in the data set",
     ),
     "ends early": Case(
         command="k_short.py --steps 4 --deepspeed_config {config}",
