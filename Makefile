@@ -18,7 +18,7 @@ $(STAMP): requirements.txt
 
 # Without a GPU, on two CPU ranks if there are two cores.
 demo: $(STAMP)
-	$(BIN)/python zero_stage_comparison.py --model tiny --batch-size 4 --seq-length 128 --repeats 3 \
+	$(BIN)/python zero_stage_comparison.py --model tiny --batch-size 4 --seq-length 64 --repeats 3 \
 	$$(nvidia-smi --list-gpus >/dev/null 2>&1 || test $$(nproc) -lt 2 || echo --num-gpus 2)
 	$(BIN)/python -m ds_bench report --html results/demo.html >/dev/null
 
