@@ -128,7 +128,8 @@ def run_comparison(
                     hosts, machine = stack.enter_context(connected_hosts(plan, machine))
                     plan = with_predictions(plan, machine)
                     if recipe is not None and options.dry_run:
-                        terminal.print_text("\n".join(run_plan_lines(plan, max_lines=1000)))
+                        lines = [*run_plan_lines(plan, max_lines=1000), *([""] if options.verbose else [])]
+                        terminal.print_text("\n".join(lines))
                     elif recipe is not None and len(plan.plans) > 1 and not options.quiet:
                         terminal.print_text("\n".join(run_plan_lines(plan, max_lines=20)), sys.stderr)
                     if options.dry_run:

@@ -260,7 +260,7 @@ def _check_file(path: Path, check: Check) -> list[FileReport]:
     known = deepspeed_keys.top_level_keys() | deepspeed_keys.removed_keys()
     # Fuzzy matching is slow, and other JSON may have thousands of keys.
     if not known & data.keys() and not any(deepspeed_keys.nearest_key(key, known, 0.85) for key in list(data)[:50]):
-        problem = f"not a DeepSpeed configuration (its keys: {', '.join(list(data)[:4]) or 'none'})"
+        problem = f"not a DeepSpeed configuration (its first keys: {', '.join(list(data)[:4]) or 'none'})"
         return [FileReport(path=path, problem=problem, is_configuration=False)]
     found = check(data)
     if lax_line:

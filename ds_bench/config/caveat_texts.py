@@ -155,10 +155,10 @@ class CaveatKind(StrEnum):
     ALLOCATOR_RETRIED = ("allocator_retried", "the allocator retried near the memory limit, which slows the row down",
         "lower --batch-size, or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and measure again")
     BUCKET_DOMINATES = ("bucket_dominates",
-        "DeepSpeed's buffers make up most of the counted memory (reduce_bucket_size is {elements:,.0f} elements "
+        "DeepSpeed's buffers make up most of its tensors' memory (reduce_bucket_size is {elements:,.0f} elements "
         "whatever the model)", "shrink them with --set zero_optimization.reduce_bucket_size=50000000")
     BUCKET_NOT_RESIDENT = ("bucket_not_resident",
-        "DeepSpeed's buffers make up most of the counted memory (reduce_bucket_size is {elements:,.0f} elements "
+        "DeepSpeed's buffers make up most of its tensors' memory (reduce_bucket_size is {elements:,.0f} elements "
         "whatever the model); on the CPU almost none of it was touched, but a GPU would hold all of it")
     MEMORY_PREDICTION_MISSED = ("memory_prediction_missed", "predicted memory is {ratio:.2f} times the measured peak",
         _PREDICTION)

@@ -207,7 +207,7 @@ def read_configuration_file(path: Path, text: str | None = None) -> Configuratio
         remedy = "give the DeepSpeed configuration itself, or the arguments of a run with it"
         raise NotAConfigurationError(path, "Trainer arguments without DeepSpeed: deepspeed is null", remedy=remedy)
     if kind is None:
-        reason = f"not a DeepSpeed configuration (its keys: {', '.join(map(str, list(data)[:4])) or 'none'})"
+        reason = f"not a DeepSpeed configuration (its first keys: {', '.join(map(str, list(data)[:4])) or 'none'})"
         remedy = "give a DeepSpeed JSON, an Accelerate YAML, or Trainer arguments with a deepspeed key"
         raise NotAConfigurationError(path, reason, remedy=remedy)
     file = ConfigurationFile(path=path, kind=kind, name=_machine_name(path.stem), text=text, config=data, lax_line=line)

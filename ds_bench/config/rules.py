@@ -336,8 +336,8 @@ _REFUSED_IN_ROWS = (
          remedy="leave it out, or use stage 1 or 2 on GPUs", source="runtime/zenflow/engine_stage3.py"),
     *(Rule(f"{precision}-unsupported", None, f"{precision}.enabled", row="refusal", when=_lacks_precision(precision),
            reason=f"{precision} is not supported here (accelerator: {{accelerator}})",
-           remedy="use --precision fp32 (for a row of --configs: --axis precision=fp32, or change the file's "
-                  f"{precision} block)")
+           remedy=f"use --precision {'bf16 or ' if precision == 'fp16' else ''}fp32 (for a row of --configs: --axis "
+                  f"precision=fp32, or change the file's {precision} block)")
       for precision in _HALF_PRECISIONS),
     Rule("bf16-on-an-older-gpu", "warning", "bf16.enabled",
          when=lambda case: case.is_on("bf16.enabled") and "bf16" not in gpu_precisions(case.compute_capability),

@@ -94,7 +94,7 @@ def run_all_checks(
     }
     if nvme_path is None:
         unchecked = "--nvme-path DIR checks a folder for NVMe offload and its speed"
-        groups["NVMe"] = [ok("NVMe path", "not checked", unchecked)]
+        groups["NVMe"] = [ok("NVMe path", "needed only for NVMe offload", unchecked)]
     else:
         nvme = run_check("NVMe path", lambda: disk.check_nvme(system, nvme_path), failed_level="problem")
         folder = variables.get("TORCH_EXTENSIONS_DIR")  # missing if the check of the ops failed

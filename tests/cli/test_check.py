@@ -148,10 +148,10 @@ def test_json_has_every_file_and_finding(write: Write, capsys: pytest.CaptureFix
     commands.main(["check", "--json", write(BAD), write({"name": "x"}, "package.json"), write(config, "one.json")])
     shown = capsys.readouterr()
     bad, other, one = json.loads(shown.out)
-    assert shown.err.startswith("ds-compare: package.json: not a DeepSpeed configuration (its keys: name). Give ")
+    assert shown.err.startswith("ds-compare: package.json: not a DeepSpeed configuration (its first keys: name). Give ")
     assert (bad["file"], bad["problem"], bad["findings"][0]["line"]) == ("ds.json", None, 5)
     assert bad["findings"][0].keys() == {"rule", "level", "path", "reason", "remedy", "source", "line", "column"}
-    assert (other["findings"], other["problem"]) == ([], "not a DeepSpeed configuration (its keys: name)")
+    assert (other["findings"], other["problem"]) == ([], "not a DeepSpeed configuration (its first keys: name)")
     assert one["findings"][0]["reason"].endswith(": DeepSpeed stops when training starts")
 
 

@@ -108,7 +108,7 @@ def test_files_of_one_name_and_of_a_strategys_name_get_the_names_of_their_folder
 
 
 REFUSED = {
-    "package.json": ('{"name": "x", "version": "1"}', "its keys: name, version"),
+    "package.json": ('{"name": "x", "version": "1"}', "its first keys: name, version"),
     "twice.json": ('{"train_batch_size": 1, "train_batch_size": 2}', "the key 'train_batch_size' appears twice"),
     "nan.json": ('{"gradient_clipping": NaN}', "NaN is not a JSON number"),
     "deep.json": ('{"fp16": ' * 40 + "1" + "}" * 40, "more than 32 levels"),
