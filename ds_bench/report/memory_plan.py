@@ -303,17 +303,17 @@ def plan_table(plan: MemoryPlan) -> Table:
 def _method_notes(plan: MemoryPlan) -> Iterator[str]:
     """Yield notes on the upper figure of the rows, and on why some rows are not replayed."""
     needs = {row.label: row.prediction.gpu_need for row in plan.rows}
-    methods = {need.method for need in needs.values() if not need.is_lower_bound}
+    by_rule = [label for label, need in needs.items() if need.method == "rule" and not need.is_lower_bound]
     varies = plan.requested.varying_lengths
     if varies:
         yield (
             "lengths vary: the upper figure assumes that they grow, so that no cached block is large enough for the "
             "next sequence; a first step with the longest sequences avoids most of this"
         )
-    if "rule" in methods:
-        of_some = "" if len(methods) == 1 else ", unless allocations were replayed,"
+    if by_rule:
+        whose = "" if len(by_rule) == len(needs) else f" for {format_list(by_rule, most=4)}"
         more = f", and {VARYING_PERCENT} % for varying lengths" if varies else ""
-        yield f"the upper figure of GPU GB{of_some} is an estimate: what is allocated plus 5 % and 6.5 GB{more}"
+        yield f"the upper figure of GPU GB is an estimate{whose}: what is allocated plus 5 % and 6.5 GB{more}"
     for obstacle in dict.fromkeys(filter(None, (need.not_replayed for need in needs.values()))):
         labels = [label for label, need in needs.items() if need.not_replayed == obstacle]
         demand = "; --exact replays them" if obstacle in (AUTOCAST, TILED_LOSS) else ""
