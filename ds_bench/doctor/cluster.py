@@ -156,8 +156,7 @@ def _differences(facts: Facts, environments: Mapping[str, Environment]) -> list[
 
 
 def require_connections(hosts: Hosts, placement: Placement) -> None:
-    """Raise PreflightError if a firewall or a wrong address keeps ranks from meeting; otherwise they would wait
-    forever.
+    """Raise PreflightError if a firewall or a wrong address keeps ranks from meeting, instead of waiting forever.
 
     Every host connects to the first at the ranks' meeting point, and to every other host: ranks also exchange data
     directly.

@@ -172,7 +172,7 @@ def _oom_outcome(failures: tuple[RankFailure, ...], evidence: Evidence) -> Outco
                 evidence,
                 _STATUS_BY_KIND[failure.kind],
                 failure.rank,
-                f"{failure.error_class} {_in_phase(failure)}{requested}{free}: {failure.message}",
+                f"{failure.error_class} {schema.phase_text(failure.phase)}{requested}{free}: {failure.message}",
                 phase=failure.phase,
                 requested_bytes=failure.requested_bytes,
                 free_bytes=failure.free_bytes,
@@ -227,10 +227,6 @@ def _collective_timeout_outcome(failures: tuple[RankFailure, ...], evidence: Evi
     after = format_duration(max(int(match[3]) for match in found.values()) / 1000)
     text = f"collective timed out after {after}, {head}; waiting: {'; '.join(waits)}"
     return _fail(evidence, schema.TIMEOUT, min(late or found), text, kind="collective_timeout")
-
-
-def _in_phase(failure: RankFailure) -> str:
-    return "between two steps" if failure.phase == "loop" else f"in {failure.phase}"
 
 
 def _name_ranks(ranks: list[int]) -> str:
@@ -332,7 +328,7 @@ def _exception_outcome(
                 last_line = failure.traceback[:_MAX_CAVEAT_LENGTH]
                 status, text = "SystemExit", f"{text}, with exit code {code}" + (f": {last_line}" if last_line else "")
             return _fail(evidence, status, failure.rank, text, phase="")
-        text = f"{failure.error_class} {_in_phase(failure)}: {failure.message}"
+        text = f"{failure.error_class} {schema.phase_text(failure.phase)}: {failure.message}"
         # An exception class may have the name of one of our statuses.
         is_status = failure.error_class.isidentifier() and failure.error_class not in schema.STATUSES
         status = failure.error_class if is_status else schema.CRASHED

@@ -90,7 +90,7 @@ class Recommendation:
     def lines(self) -> list[str]:
         """One line each for the answer, the facts and the next steps; a report's notes have the steps for caveats."""
         # Named here if the headline only counts them, or does not name them.
-        unnamed = self.headline.kind == "disturbed" or sum(map(len, self.undecided)) > MAX_LETTERS_NAMED
+        unnamed = self.headline.kind == "disturbed" or not _fit_headline(self.undecided)
         tie = [f"Too close to call: {format_list(self.undecided)}"] if self.undecided and unnamed else []
         steps = (f"Next: {step}" for step in self.next_steps if step.kind not in ("caveat", "run_idle"))
         facts = map(str, filter(None, (self.provisional, *self.facts, self.alternative)))
@@ -106,6 +106,11 @@ class Recommendation:
         values = {name: getattr(self, name) for name in names}
         texts = {name: str(value) for name, value in values.items() if isinstance(value, Fact)}
         return {**values, **texts, "next_steps": tuple(map(str, self.next_steps))}
+
+
+def _fit_headline(labels: Sequence[str]) -> bool:
+    """Whether a headline names these rows: two always, more if their names are short; otherwise it counts them."""
+    return len(labels) == 2 or sum(map(len, labels)) <= MAX_LETTERS_NAMED
 
 
 def recommend(comparison: Comparison, goal: str = "balanced", resume: OpenCommand | None = None) -> Recommendation:
@@ -131,8 +136,7 @@ def recommend(comparison: Comparison, goal: str = "balanced", resume: OpenComman
         provisional = Fact("provisional", {"runs": runs, "lead": lead})
     rivals = sorted((choice, *undecided), key=lambda row: row.complexity)
     labels = [row.label for row in rivals]
-    is_short = sum(map(len, labels)) <= MAX_LETTERS_NAMED
-    named = format_list(labels) if is_short or len(labels) == 2 else f"{len(labels)} rows"
+    named = format_list(labels) if _fit_headline(labels) else f"{len(labels)} rows"
     if all(row.label == f"ZeRO-{row.stage}" for row in rivals):
         named = f"ZeRO-{format_list([str(row.stage) for row in rivals])}"
     if eligible.disturbed and undecided and goal != "memory":

@@ -375,6 +375,11 @@ _PHASE_TEXTS = {
 }
 
 
+def phase_text(phase: str) -> str:
+    """Return ``in backward``, ``between two steps``: when something happened, for a sentence."""
+    return _PHASE_TEXTS.get(phase, f"in phase {phase}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """How a trial ended, with one root cause, chosen by class and time."""
@@ -400,7 +405,7 @@ class Outcome:
     @property
     def where(self) -> str:
         """`` in backward``, for a sentence about what happened; empty if the phase is unknown."""
-        return f" {_PHASE_TEXTS.get(self.phase, f'in phase {self.phase}')}" if self.phase else ""
+        return f" {phase_text(self.phase)}" if self.phase else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,8 +47,9 @@ def measure(
     save_partial: SavePartial,
     folder: Path,
 ) -> dict[str, Any]:
-    """The fields of a RankMeasurement, as JSON values; ``notes`` may hold Caveats. Raises whatever torch or DeepSpeed
-    raises.
+    """Return the fields of a RankMeasurement as JSON values; ``notes`` may hold Caveats.
+
+    Raises whatever torch or DeepSpeed raises.
 
     ``save_partial`` gets them before the inspection that follows the measured window, so that a failure there does not
     lose them. ``folder``: the trial's.
